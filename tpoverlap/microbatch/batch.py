@@ -1,0 +1,91 @@
+"""What a forward pass over packed requests takes, and a part of it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class TokenPiece:
+    """A contiguous range of a batch's tokens, with the requests that have tokens in it.
+
+    token_range: (first, past-the-end) token of the batch. request_ids: indices of the batch's requests, in order.
+    query_start_loc: starts of those requests' tokens inside the piece, and the piece's token count at the end.
+    seq_lens: keys that each request has once the piece has run (its prefix, its tokens in earlier pieces and in this).
+    """
+
+    token_range: tuple[int, int]
+    request_ids: tuple[int, ...]
+    query_start_loc: tuple[int, ...]
+    seq_lens: tuple[int, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        return self.token_range[1] - self.token_range[0]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Packed requests: one row a token, requests one after the other.
+
+    input_ids: int [tokens]; or inputs_embeds: [tokens, hidden]; exactly one of them. positions: int [tokens], or
+    [3, tokens] for M-RoPE. query_start_loc: requests + 1 host ints, the starts of the requests' tokens, 0 first, the
+    token count last (padding excluded). seq_lens: host ints [requests], keys of each request counting the new tokens.
+    block_table: int32 [requests, max_blocks], the cache blocks of each request in order. slot_mapping: int64
+    [tokens], block * block_size + offset where each token's key and value go; negative: not stored.
+    num_draft_tokens, num_padding_tokens: speculative and padding tokens among them; such batches run whole.
+    """
+
+    positions: torch.Tensor
+    query_start_loc: Sequence[int]
+    seq_lens: Sequence[int]
+    block_table: torch.Tensor
+    slot_mapping: torch.Tensor
+    input_ids: torch.Tensor | None = None
+    inputs_embeds: torch.Tensor | None = None
+    num_draft_tokens: int = 0
+    num_padding_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        if (self.input_ids is None) == (self.inputs_embeds is None):
+            raise ValueError("a batch takes either input_ids or inputs_embeds, and exactly one of them")
+        starts = list(self.query_start_loc)
+        if len(starts) != len(self.seq_lens) + 1 or starts[0] != 0 or starts != sorted(starts):
+            raise ValueError(
+                f"query_start_loc needs requests + 1 = {len(self.seq_lens) + 1} ascending ints from 0, got {starts}"
+            )
+        tokens = starts[-1] + self.num_padding_tokens
+        rows = (self.input_ids if self.input_ids is not None else self.inputs_embeds).shape[0]  # type: ignore[union-attr]
+        for name, count in (
+            ("input_ids / inputs_embeds", rows),
+            ("positions", self.positions.shape[-1]),
+            ("slot_mapping", self.slot_mapping.shape[0]),
+        ):
+            if count != tokens:
+                raise ValueError(f"{name} has {count} tokens, query_start_loc and num_padding_tokens say {tokens}")
+        if self.block_table.shape[0] != len(self.seq_lens):
+            raise ValueError(f"block_table has {self.block_table.shape[0]} rows for {len(self.seq_lens)} requests")
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the batch, padding excluded."""
+        return self.query_start_loc[-1]
+
+    def piece(self, piece: TokenPiece) -> Batch:
+        """The part of the batch that ``piece`` describes; its tensors are views, but for the block table's rows."""
+        tokens = slice(*piece.token_range)
+        rows = torch.tensor(piece.request_ids, dtype=torch.long, device=self.block_table.device)
+        return dataclasses.replace(
+            self,
+            input_ids=None if self.input_ids is None else self.input_ids[tokens],
+            inputs_embeds=None if self.inputs_embeds is None else self.inputs_embeds[tokens],
+            positions=self.positions[..., tokens],
+            query_start_loc=piece.query_start_loc,
+            seq_lens=piece.seq_lens,
+            block_table=self.block_table.index_select(0, rows),
+            slot_mapping=self.slot_mapping[tokens],
+        )

@@ -1,0 +1,49 @@
+"""What a run of the executor reports: totals, and the intervals that a timeline is drawn from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+IntervalKind = Literal["compute", "communication", "exposed", "handover"]
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """A stretch of time of one piece on one rank.
+
+    kind: ``compute`` (the piece runs between two collectives), ``communication`` (a collective is under way),
+    ``exposed`` (compute has nothing to do but wait for that collective) or ``handover`` (from one piece's stop to the
+    next one's start). name: the operation. start_s, end_s: seconds on the host's monotonic clock, comparable between
+    processes of one host. num_bytes: payload of a collective. index: the how manieth segment or collective of the
+    piece.
+    """
+
+    kind: IntervalKind
+    piece: int
+    name: str
+    start_s: float
+    end_s: float
+    num_bytes: int = 0
+    index: int = 0
+
+
+@dataclass
+class RunStats:
+    """One run. Times in seconds; ``bypass_reason`` is None for a split run."""
+
+    num_tokens: int
+    piece_tokens: tuple[int, ...]
+    bypass_reason: str | None = None
+    wall_s: float = 0.0
+    compute_s: float = 0.0
+    communication_s: float = 0.0
+    exposed_s: float = 0.0
+    handover_s: float = 0.0
+    num_collectives: int = 0
+    collective_bytes: int = 0
+    intervals: list[Interval] = field(default_factory=list)
+
+    @property
+    def num_pieces(self) -> int:
+        return len(self.piece_tokens)
