@@ -1,0 +1,92 @@
+"""What a prefill backend is: facts of a call, reasons against it, and the call itself.
+
+A backend is anything with the attributes of :class:`PrefillBackend`; a module serves. It is imported only when a
+selection considers it, and neither importing it nor asking for its reasons touches a device or compiles.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+# One launch serves all query tokens of all requests, instead of one single-query problem a token.
+PACKED_PREFILL = "packed_prefill"
+# A row of the prefill has the same bits as the same row decoded alone: what speculative verification needs.
+PACKED_MATCHES_DECODE = "packed_matches_decode"
+CAPABILITIES = frozenset({PACKED_PREFILL, PACKED_MATCHES_DECODE})
+
+
+@dataclass(frozen=True)
+class PrefillRequest:
+    """Facts of a paged prefill, known without touching a device.
+
+    capability: compute capability of the query's own device, None on CPU. dtype: of the query. cache_dtype: of the paged
+    cache, None: that of the query. max_query_len: most query tokens that one request brings. batch_invariant: a row's
+    bits must not depend on what else is in the batch. needs_lse: the log-sum-exp is asked for.
+    """
+
+    capability: tuple[int, int] | None
+    dtype: torch.dtype
+    head_dim: int
+    q_heads: int
+    kv_heads: int
+    block_size: int
+    max_query_len: int
+    cache_dtype: torch.dtype | None = None
+    causal: bool = True
+    sliding_window: int | None = None
+    softcap: float | None = None
+    alibi: bool = False
+    sinks: bool = False
+    batch_invariant: bool = False
+    needs_lse: bool = False
+
+    @property
+    def paged_dtype(self) -> torch.dtype:
+        """Element type of the cache."""
+        return self.dtype if self.cache_dtype is None else self.cache_dtype
+
+
+class PrefillBackend(Protocol):
+    """One way to run :func:`tpoverlap.attention.paged_prefill`."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def capabilities(self) -> frozenset[str]:
+        """Which of :data:`CAPABILITIES` it has."""
+        ...
+
+    def rejection_reasons(self, request: PrefillRequest, *, forced: bool = False) -> tuple[str, ...]:
+        """Why it does not serve ``request``, one sentence a failed condition; empty: it does.
+
+        forced: the caller chose it by name, so conditions of preference (where it is the fastest) do not count, only
+        those without which it cannot run.
+        """
+        ...
+
+    def paged_prefill(
+        self,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        block_table: torch.Tensor,
+        cu_seqlens_q: torch.Tensor,
+        seq_lens: torch.Tensor,
+        *,
+        scale: float,
+        sliding_window: int | None,
+        softcap: float | None,
+        num_splits: int | None,
+        max_query_len: int,
+        out: torch.Tensor,
+        lse: torch.Tensor | None,
+    ) -> None:
+        """Fill ``out`` (shape and dtype of q, any strides) and, unless None, ``lse`` (float32 [tokens, q_heads]).
+
+        The arguments have been checked. max_query_len bounds the query tokens of every request from above.
+        """
+        ...
