@@ -1,0 +1,130 @@
+"""How the ranks of a group come to map one segment: through the group's store, with one outcome for all."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed import Store
+
+from tpoverlap.comm.host import HostIdentity, host_identity
+from tpoverlap.comm.layout import HEADER, MAGIC, VERSION, Layout
+from tpoverlap.comm.segment import Segment, SegmentKind
+from tpoverlap.errors import ChannelError, CollectiveTimeoutError
+
+
+class StoreExchange:
+    """Collectives over a key-value store, for the few moments when nothing else can be relied on."""
+
+    def __init__(self, store: Store, rank: int, world_size: int, timeout_s: float) -> None:
+        self._store = store
+        self._rank = rank
+        self._world_size = world_size
+        self._timeout_s = timeout_s
+
+    def all_gather(self, key: str, value: Any) -> list[Any]:
+        """Every rank's ``value`` (JSON), in rank order. CollectiveTimeoutError names the ranks that never came."""
+        self._store.set(f"{key}/{self._rank}", json.dumps(value))
+        keys = [f"{key}/{q}" for q in range(self._world_size)]
+        try:
+            self._store.wait(keys, timedelta(seconds=self._timeout_s))
+            return [json.loads(self._store.get(k)) for k in keys]
+        except RuntimeError as e:
+            raise CollectiveTimeoutError(
+                f"ranks {self._missing(keys)} did not come to {key!r} within {self._timeout_s:g} s ({e})"
+            ) from e
+
+    def barrier(self, key: str) -> None:
+        self.all_gather(key, None)
+
+    def forget(self, key: str) -> None:
+        """Deletes this rank's value of ``key``, once every rank has read it."""
+        try:
+            self._store.delete_key(f"{key}/{self._rank}")
+        except RuntimeError:
+            pass  # some stores cannot delete; the key is small
+
+    def _missing(self, keys: list[str]) -> list[int]:
+        try:
+            return [q for q, k in enumerate(keys) if not self._store.check([k])]
+        except RuntimeError:
+            return []
+
+
+def gather_hosts(exchange: StoreExchange, identity: HostIdentity | None = None) -> list[HostIdentity]:
+    """The identity of every rank's process."""
+    mine = identity or host_identity()
+    return [HostIdentity(**fields) for fields in exchange.all_gather("host", mine.to_dict())]
+
+
+def open_segment(
+    exchange: StoreExchange, rank: int, layout: Layout, kinds: tuple[SegmentKind, ...] = ("memfd", "named")
+) -> Segment:
+    """Creates the group's segment on rank 0 and maps it on all others; the first kind that serves on all ranks.
+
+    Raises ChannelError, on every rank alike, with each rank's reason.
+    """
+    problems: list[str] = []
+    for kind in kinds:
+        segment, reasons = _try_kind(exchange, rank, layout, kind)
+        if not any(reasons):
+            assert segment is not None
+            return segment
+        if segment is not None:
+            segment.close()
+        problems += [f"{kind}, rank {q}: {reason}" for q, reason in enumerate(reasons) if reason]
+    raise ChannelError("; ".join(problems))
+
+
+def _try_kind(
+    exchange: StoreExchange, rank: int, layout: Layout, kind: SegmentKind
+) -> tuple[Segment | None, list[str]]:
+    segment: Segment | None = None
+    mine = ""
+    offer: dict[str, str] | None = None
+    if rank == 0:
+        nonce = secrets.token_bytes(16)
+        try:
+            segment = Segment.create(layout.size, kind)
+            segment.bytes[: HEADER.size] = layout.header(nonce)
+            offer = {"path": segment.path, "nonce": nonce.hex()}
+        except ChannelError as e:
+            mine = str(e)
+    offer = exchange.all_gather(f"segment/{kind}", offer)[0]
+    try:
+        if rank != 0 and offer is not None:
+            segment = Segment.open(offer["path"], layout.size, kind)
+            check_header(segment, layout, bytes.fromhex(offer["nonce"]))
+        reasons = _gather_reasons(exchange, kind, mine)
+    except ChannelError as e:
+        reasons = _gather_reasons(exchange, kind, str(e))
+    finally:
+        # Every rank has mapped it or has said why not; from here on the name is of no use.
+        if rank == 0 and segment is not None:
+            segment.unlink()
+        exchange.forget(f"segment/{kind}")
+    return segment, reasons
+
+
+def _gather_reasons(exchange: StoreExchange, kind: str, mine: str) -> list[str]:
+    return exchange.all_gather(f"opened/{kind}", mine)
+
+
+def check_header(segment: Segment, layout: Layout, nonce: bytes) -> None:
+    """Raises ChannelError unless the segment is the one that this group's rank 0 made, of this version and shape."""
+    found = HEADER.unpack(bytes(segment.bytes[: HEADER.size]))
+    expected = HEADER.unpack(layout.header(nonce))
+    if found == expected:
+        return
+    if found[0] != MAGIC:
+        raise ChannelError(f"{segment.path} is not a tpoverlap segment (magic {found[0]!r})")
+    if found[1] != VERSION:
+        raise ChannelError(
+            f"{segment.path} has protocol version {found[1]}, this rank speaks {VERSION}: "
+            "install the same tpoverlap on all ranks"
+        )
+    names = ("magic", "version", "world size", "size", "slot bytes", "slots", "nonce")
+    differing = [f"{n} {f!r} (expected {e!r})" for n, f, e in zip(names, found, expected, strict=True) if f != e]
+    raise ChannelError(f"{segment.path} belongs to another group: {', '.join(differing)}")
