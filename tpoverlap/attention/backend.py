@@ -22,9 +22,9 @@ CAPABILITIES = frozenset({PACKED_PREFILL, PACKED_MATCHES_DECODE})
 class PrefillRequest:
     """Facts of a paged prefill, known without touching a device.
 
-    capability: compute capability of the query's own device, None on CPU. dtype: of the query. cache_dtype: of the paged
-    cache, None: that of the query. max_query_len: most query tokens that one request brings. batch_invariant: a row's
-    bits must not depend on what else is in the batch. needs_lse: the log-sum-exp is asked for.
+    capability: compute capability of the query's own device, None on CPU. dtype: of the query. cache_dtype: of the
+    paged cache, None: that of the query. max_query_len: most query tokens that one request brings. batch_invariant: a
+    row's bits must not depend on what else is in the batch. needs_lse: the log-sum-exp is asked for.
     """
 
     capability: tuple[int, int] | None

@@ -1,0 +1,26 @@
+"""Paged attention: prefill of packed requests and split-KV decode over block tables, and the cache they read.
+
+The kernels are chosen a call by :func:`select_prefill_backend`; on CPU tensors a torch reference serves.
+"""
+
+from tpoverlap.attention.api import decode_workspace_size, paged_decode, paged_prefill
+from tpoverlap.attention.backend import CAPABILITIES, PrefillBackend, PrefillRequest
+from tpoverlap.attention.kv_cache import BlockTables, CacheFullError, allocate_kv_cache, slot_mapping, write_kv
+from tpoverlap.attention.selection import PREFILL_BACKENDS, Selection, select_prefill_backend
+
+__all__ = [
+    "CAPABILITIES",
+    "PREFILL_BACKENDS",
+    "BlockTables",
+    "CacheFullError",
+    "PrefillBackend",
+    "PrefillRequest",
+    "Selection",
+    "allocate_kv_cache",
+    "decode_workspace_size",
+    "paged_decode",
+    "paged_prefill",
+    "select_prefill_backend",
+    "slot_mapping",
+    "write_kv",
+]

@@ -1,0 +1,237 @@
+"""Paged attention over block tables: prefill of packed requests, and decode of one token a request."""
+
+from __future__ import annotations
+
+from typing import Literal, overload
+
+import torch
+
+from tpoverlap.attention import reference
+from tpoverlap.attention.arguments import MAX_DECODE_SPLITS, check_count, check_options, check_tensors, output_like
+from tpoverlap.attention.backend import PACKED_PREFILL, PrefillRequest
+from tpoverlap.attention.selection import select_prefill_backend
+
+
+@overload
+def paged_prefill(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    scale: float | None = ...,
+    sliding_window: int | None = ...,
+    softcap: float | None = ...,
+    num_splits: int | None = ...,
+    batch_invariant: bool = ...,
+    backend: str = ...,
+    out: torch.Tensor | None = ...,
+    return_lse: Literal[False] = ...,
+    max_query_len: int | None = ...,
+) -> torch.Tensor: ...
+
+
+@overload
+def paged_prefill(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    scale: float | None = ...,
+    sliding_window: int | None = ...,
+    softcap: float | None = ...,
+    num_splits: int | None = ...,
+    batch_invariant: bool = ...,
+    backend: str = ...,
+    out: torch.Tensor | None = ...,
+    return_lse: Literal[True],
+    max_query_len: int | None = ...,
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
+def paged_prefill(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    scale: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    num_splits: int | None = None,
+    batch_invariant: bool = False,
+    backend: str = "auto",
+    out: torch.Tensor | None = None,
+    return_lse: bool = False,
+    max_query_len: int | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Causal attention of packed query tokens over the paged keys and values of their requests.
+
+    q [tokens, q_heads, head_dim], FP16, BF16 or FP32, any strides; request r owns rows cu_seqlens_q[r] to
+    cu_seqlens_q[r + 1]. k_cache, v_cache [blocks, block_size, kv_heads, head_dim] of the same dtype, any strides,
+    q_heads a multiple of kv_heads. block_table int32 [requests, max_blocks]: the blocks of each request in order;
+    entries past its last key may hold anything. cu_seqlens_q int32 [requests + 1], from 0. seq_lens int32 [requests]:
+    keys of each request, the new tokens counted. Row i of the n of a request sees key j iff j <= seq_len - n + i
+    (bottom-right aligned), and with ``sliding_window`` W only the last W of those. Rows that see no key (rows past
+    cu_seqlens_q[-1] among them) give 0.
+
+    scale: of the scores, default 1 / sqrt(head_dim). softcap: c tanh(score / c) in place of each scaled score.
+    num_splits: parts that a backend with split-KV cuts each key range into; None or 0: its own choice.
+    batch_invariant: a row's bits must not depend on the other requests. backend: ``"auto"`` or a name of
+    ``PREFILL_BACKENDS``. out: takes the result. max_query_len: upper bound, in tokens, of what one request brings;
+    given, a GPU's lengths need not be read back to choose a backend.
+
+    Returns the output [tokens, q_heads, head_dim] in the dtype of q and, with ``return_lse``, the natural log-sum-exp
+    of each row's scores, float32 [tokens, q_heads] (-inf where no key is seen). Inference only: no gradient is
+    recorded.
+
+    Raises ValueError for tensors or options that do not fit (on CPU also for lengths and block ids out of range; on
+    GPUs keys in blocks outside the cache are not seen), UnsupportedError where no backend serves, with each one's
+    reasons.
+    """
+    check_tensors(q, k_cache, v_cache, block_table, seq_lens, cu_seqlens_q)
+    scale = check_options(scale, sliding_window, softcap, q.shape[2])
+    check_count("num_splits", num_splits, 0)
+    check_count("max_query_len", max_query_len, 0)
+    out = output_like(q, out)
+    lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device) if return_lse else None
+    if max_query_len is None:
+        max_query_len = int(cu_seqlens_q.diff().amax()) if seq_lens.shape[0] else 0
+    request = PrefillRequest(
+        capability=torch.cuda.get_device_capability(q.device) if q.is_cuda else None,
+        dtype=q.dtype,
+        head_dim=q.shape[2],
+        q_heads=q.shape[1],
+        kv_heads=k_cache.shape[2],
+        block_size=k_cache.shape[1],
+        max_query_len=max_query_len,
+        cache_dtype=k_cache.dtype,
+        sliding_window=sliding_window,
+        softcap=softcap,
+        batch_invariant=batch_invariant,
+        needs_lse=return_lse,
+    )
+    selection = select_prefill_backend(request, backend=backend, required=(PACKED_PREFILL,))
+    selection.backend.paged_prefill(
+        q,
+        k_cache,
+        v_cache,
+        block_table,
+        cu_seqlens_q,
+        seq_lens,
+        scale=scale,
+        sliding_window=sliding_window,
+        softcap=softcap,
+        num_splits=num_splits,
+        max_query_len=max_query_len,
+        out=out,
+        lse=lse,
+    )
+    return out if lse is None else (out, lse)
+
+
+@overload
+def paged_decode(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    scale: float | None = ...,
+    sliding_window: int | None = ...,
+    softcap: float | None = ...,
+    num_splits: int = ...,
+    out: torch.Tensor | None = ...,
+    workspace: torch.Tensor | None = ...,
+    return_lse: Literal[False] = ...,
+) -> torch.Tensor: ...
+
+
+@overload
+def paged_decode(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    scale: float | None = ...,
+    sliding_window: int | None = ...,
+    softcap: float | None = ...,
+    num_splits: int = ...,
+    out: torch.Tensor | None = ...,
+    workspace: torch.Tensor | None = ...,
+    return_lse: Literal[True],
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
+def paged_decode(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    scale: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    num_splits: int = 16,
+    out: torch.Tensor | None = None,
+    workspace: torch.Tensor | None = None,
+    return_lse: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Attention of one new token a request: :func:`paged_prefill` where every request brings one.
+
+    q [requests, q_heads, head_dim]; row r sees the seq_lens[r] keys of request r, the new one counted. The other
+    tensors, the options, results and errors are those of :func:`paged_prefill`.
+
+    num_splits: 1 to 128 parts that each row's keys are cut into (Flash-Decoding). The parts depend on the row's own
+    length and this number only, so a row has the same bits in every batch. workspace: float32 [>=
+    decode_workspace_size(...)] for the partial results, 16-byte aligned; None: one that is kept for the stream.
+    """
+    check_tensors(q, k_cache, v_cache, block_table, seq_lens, None)
+    scale = check_options(scale, sliding_window, softcap, q.shape[2])
+    check_count("num_splits", num_splits, 1, MAX_DECODE_SPLITS)
+    if num_splits is None:
+        raise ValueError("num_splits must be an int from 1 to 128, got None")
+    if workspace is not None:
+        needed = decode_workspace_size(q.shape[0], q.shape[1], q.shape[2], num_splits)
+        if (
+            workspace.dtype != torch.float32
+            or workspace.device != q.device
+            or not workspace.is_contiguous()
+            or workspace.numel() < needed
+            or workspace.data_ptr() % 16
+        ):
+            raise ValueError(
+                f"workspace must be contiguous, 16-byte aligned float32 on {q.device} with at least {needed} elements, "
+                f"got {workspace.dtype} {tuple(workspace.shape)} on {workspace.device}"
+            )
+    out = output_like(q, out)
+    lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device) if return_lse else None
+    reference.paged_decode(
+        q,
+        k_cache,
+        v_cache,
+        block_table,
+        seq_lens,
+        scale=scale,
+        sliding_window=sliding_window,
+        softcap=softcap,
+        out=out,
+        lse=lse,
+    )
+    return out if lse is None else (out, lse)
+
+
+def decode_workspace_size(rows: int, q_heads: int, head_dim: int, num_splits: int = 16) -> int:
+    """FP32 elements of a :func:`paged_decode` workspace: maximum, sum and accumulator of each row, head and part."""
+    return rows * q_heads * num_splits * (head_dim + 2)

@@ -1,0 +1,102 @@
+"""Checks of the arguments that prefill and decode share: shapes, dtypes and devices, never values on a device."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+WORKING_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+MAX_DECODE_SPLITS = 128
+
+
+def check_tensors(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    cu_seqlens_q: torch.Tensor | None,
+) -> None:
+    """Raise ValueError unless the tensors fit together as the public functions document."""
+    if q.dim() != 3:
+        raise ValueError(f"q must be [tokens, q_heads, head_dim], got shape {tuple(q.shape)}")
+    if q.dtype not in WORKING_DTYPES:
+        raise ValueError(f"q must be float16, bfloat16 or float32, got {q.dtype}")
+    _, q_heads, head_dim = q.shape
+    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+        if cache.dim() != 4:
+            raise ValueError(f"{name} must be [blocks, block_size, kv_heads, head_dim], got shape {tuple(cache.shape)}")
+        if cache.dtype != q.dtype:
+            raise ValueError(f"{name} must have the dtype of q, {q.dtype}, got {cache.dtype}")
+        if cache.shape[3] != head_dim:
+            raise ValueError(f"{name} must have the head_dim of q, {head_dim}, got shape {tuple(cache.shape)}")
+    if k_cache.shape != v_cache.shape:
+        raise ValueError(
+            f"k_cache and v_cache must have one shape, got {tuple(k_cache.shape)} and {tuple(v_cache.shape)}"
+        )
+    _, block_size, kv_heads, _ = k_cache.shape
+    if min(q_heads, head_dim, block_size, kv_heads) < 1:
+        raise ValueError(
+            f"heads, head_dim and block_size must be positive, got q {tuple(q.shape)}, cache {tuple(k_cache.shape)}"
+        )
+    if q_heads % kv_heads:
+        raise ValueError(f"q_heads must be a multiple of kv_heads, got {q_heads} and {kv_heads}")
+    if block_table.dim() != 2:
+        raise ValueError(f"block_table must be [requests, max_blocks], got shape {tuple(block_table.shape)}")
+    requests = block_table.shape[0]
+    integers = {"block_table": block_table, "seq_lens": seq_lens}
+    shapes = {"seq_lens": (requests,)}
+    if cu_seqlens_q is not None:
+        integers["cu_seqlens_q"] = cu_seqlens_q
+        shapes["cu_seqlens_q"] = (requests + 1,)
+    elif q.shape[0] != requests:
+        raise ValueError(f"decode takes one row of q a request, got {q.shape[0]} rows for {requests} requests")
+    for name, shape in shapes.items():
+        if tuple(integers[name].shape) != shape:
+            got = tuple(integers[name].shape)
+            raise ValueError(f"{name} must have shape {shape} for {requests} rows of block_table, got {got}")
+    for name, tensor in integers.items():
+        if tensor.dtype != torch.int32:
+            raise ValueError(f"{name} must be int32, got {tensor.dtype}")
+    for name, tensor in {"k_cache": k_cache, "v_cache": v_cache, **integers}.items():
+        if tensor.device != q.device:
+            raise ValueError(f"{name} must be on the device of q, {q.device}, got {tensor.device}")
+
+
+def check_options(scale: float | None, sliding_window: int | None, softcap: float | None, head_dim: int) -> float:
+    """The softmax scale to use; raises ValueError for an option out of its range."""
+    if sliding_window is not None and (not _is_int(sliding_window) or sliding_window < 1):
+        raise ValueError(f"sliding_window must be None or a positive number of keys, got {sliding_window!r}")
+    if softcap is not None and not (math.isfinite(softcap) and softcap > 0):
+        raise ValueError(f"softcap must be None or a positive number, got {softcap!r}")
+    if scale is None:
+        return head_dim**-0.5
+    if not math.isfinite(scale):
+        raise ValueError(f"scale must be None (1 / sqrt(head_dim)) or a finite number, got {scale!r}")
+    return float(scale)
+
+
+def check_count(name: str, value: int | None, low: int, high: int | None = None) -> None:
+    """Raise ValueError unless value is None or an int in the closed range."""
+    if value is None:
+        return
+    if not _is_int(value) or value < low or (high is not None and value > high):
+        limits = f"at least {low}" if high is None else f"from {low} to {high}"
+        raise ValueError(f"{name} must be an int {limits}, got {value!r}")
+
+
+def output_like(q: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
+    """``out`` where it fits q, else a new tensor; raises ValueError where it does not fit."""
+    if out is None:
+        return torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    if out.shape != q.shape or out.dtype != q.dtype or out.device != q.device:
+        raise ValueError(
+            f"out must have the shape, dtype and device of q, {tuple(q.shape)} {q.dtype} on {q.device}, "
+            f"got {tuple(out.shape)} {out.dtype} on {out.device}"
+        )
+    return out
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
