@@ -1,0 +1,102 @@
+"""Loading a compiled kernel and launching it on torch's current stream."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from tpoverlap.cuda.device import DeviceFacts, device_facts
+from tpoverlap.cuda.driver import CudaDriverError, call, driver
+from tpoverlap.errors import UnsupportedError
+
+
+class Kernel:
+    """One kernel of a cubin or PTX image, ready on one device.
+
+    block: threads of a block. shared_bytes: dynamic shared memory of a block. A library is loaded once and stays until
+    the process ends. Loading is allowed while a stream is being captured.
+    """
+
+    def __init__(self, image: bytes, name: str, ordinal: int, *, block: int, shared_bytes: int = 0) -> None:
+        facts = device_facts(ordinal)
+        if shared_bytes > facts.shared_memory_per_block:
+            raise UnsupportedError(
+                f"kernel {name} needs {shared_bytes} bytes of shared memory a block; {facts.name} has "
+                f"{facts.shared_memory_per_block}"
+            )
+        self.name = name
+        self._ordinal = ordinal
+        self._block = block
+        self._shared_bytes = shared_bytes
+        with self._context(), _capture_tolerated():
+            library = _load_library(image, name, facts)
+            kernel = call("cuLibraryGetKernel", library, name.encode())
+            if shared_bytes:
+                limit = driver().CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+                call("cuKernelSetAttribute", limit, shared_bytes, kernel, call("cuDeviceGet", ordinal))
+            self._function = driver().CUfunction(int(kernel))
+            occupancy = call("cuOccupancyMaxActiveBlocksPerMultiprocessor", self._function, block, shared_bytes)
+        if occupancy < 1:
+            raise UnsupportedError(
+                f"kernel {name} ({block} threads, {shared_bytes} bytes of shared memory) does not fit {facts.name}"
+            )
+        self.slots = facts.num_sms * int(occupancy)
+        """Blocks that the device runs at a time."""
+
+    def launch(self, grid: tuple[int, int, int], arguments: ctypes.Structure) -> None:
+        """Launch on the device's current torch stream. arguments: the kernel's one parameter, passed by value."""
+        pointers = (ctypes.c_void_p * 1)(ctypes.addressof(arguments))
+        with self._context():
+            stream = torch.cuda.current_stream(self._ordinal).cuda_stream
+            call(
+                "cuLaunchKernel",
+                self._function,
+                *grid,
+                self._block,
+                1,
+                1,
+                self._shared_bytes,
+                stream,
+                ctypes.addressof(pointers),
+                0,
+            )
+
+    @contextmanager
+    def _context(self) -> Iterator[None]:
+        with torch.cuda.device(self._ordinal):
+            # torch binds a thread's primary context at its first runtime call, which may be still to come.
+            if not int(call("cuCtxGetCurrent")):
+                device = call("cuDeviceGet", self._ordinal)
+                call("cuCtxSetCurrent", call("cuDevicePrimaryCtxRetain", device))
+            yield
+
+
+def _load_library(image: bytes, name: str, facts: DeviceFacts) -> Any:
+    codes = driver().CUresult
+    try:
+        return call("cuLibraryLoadData", image, [], [], 0, [], [], 0)
+    except CudaDriverError as error:
+        if error.code == int(codes.CUDA_ERROR_UNSUPPORTED_PTX_VERSION):
+            version = call("cuDriverGetVersion")
+            raise UnsupportedError(
+                f"the driver of {facts.name} (CUDA {version // 1000}.{version % 1000 // 10}) cannot read the PTX of "
+                f"kernel {name}: NVRTC is newer than the driver. Update the driver, or install its version of NVRTC"
+            ) from error
+        if error.code == int(codes.CUDA_ERROR_NO_BINARY_FOR_GPU):
+            raise UnsupportedError(f"kernel {name} was compiled for another GPU than {facts.name}") from error
+        raise
+
+
+@contextmanager
+def _capture_tolerated() -> Iterator[None]:
+    """Let this thread load code while one of its streams is being captured: nothing here depends on a stream."""
+    relaxed = driver().CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+    before = call("cuThreadExchangeStreamCaptureMode", relaxed)
+    try:
+        yield
+    finally:
+        call("cuThreadExchangeStreamCaptureMode", before)
