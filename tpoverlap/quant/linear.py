@@ -1,0 +1,94 @@
+"""A linear layer with an NVFP4 weight."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from tpoverlap.quant.nvfp4 import NVFP4Tensor, dequantize
+from tpoverlap.quant.nvfp4.dispatch import DTYPES
+from tpoverlap.quant.workspace import DequantWorkspace
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+
+
+class NVFP4Linear(nn.Module):
+    """y = x @ W.T + bias with W [N, K] held in NVFP4, for inference.
+
+    x: [..., K] in the compute dtype ``dtype`` (FP16, BF16 or FP32). bias: [N] or None, kept in ``dtype``. The weight is
+    dequantized into ``workspace``, which the layers of a model share, and the dense GEMM runs on it; layers given no
+    workspace make their own. Where x requires a gradient, the weight is dequantized into a tensor of its own.
+
+    Buffers: codes, scales, global_scale and bias. Moving the module moves them; ``half()``, ``to(dtype)`` and the like
+    leave their dtypes alone, since the format fixes them. Shard by slicing the weight: :meth:`shard_rows` and
+    :meth:`shard_columns`.
+
+    Raises ValueError for a bias, an input or a dtype that does not fit.
+    """
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+    global_scale: torch.Tensor
+    bias: torch.Tensor | None
+
+    def __init__(
+        self,
+        weight: NVFP4Tensor,
+        bias: torch.Tensor | None = None,
+        *,
+        dtype: torch.dtype = torch.float16,
+        workspace: DequantWorkspace | None = None,
+    ) -> None:
+        super().__init__()
+        if dtype not in DTYPES:
+            raise ValueError(f"compute dtype {dtype} is not supported: give one of {', '.join(map(str, DTYPES))}")
+        if bias is not None and tuple(bias.shape) != weight.shape[:1]:
+            raise ValueError(f"bias is {list(bias.shape)}; a weight {list(weight.shape)} takes [{weight.shape[0]}]")
+        self.out_features, self.in_features = weight.shape
+        self.dtype = dtype
+        self.workspace = workspace if workspace is not None else DequantWorkspace()
+        self.register_buffer("codes", weight.codes)
+        self.register_buffer("scales", weight.scales)
+        self.register_buffer("global_scale", weight.global_scale)
+        self.register_buffer("bias", None if bias is None else bias.detach().to(weight.device, dtype))
+
+    @property
+    def weight(self) -> NVFP4Tensor:
+        """The quantized weight; shares the buffers."""
+        return NVFP4Tensor(self.codes, self.scales, self.global_scale, (self.out_features, self.in_features))
+
+    def shard_rows(self, start: int, stop: int) -> NVFP4Linear:
+        """The layer that computes outputs [start, stop) (column-parallel): those rows of the weight and of the bias."""
+        bias = None if self.bias is None else self.bias[start:stop]
+        return NVFP4Linear(self.weight.slice_rows(start, stop), bias, dtype=self.dtype, workspace=self.workspace)
+
+    def shard_columns(self, start: int, stop: int) -> NVFP4Linear:
+        """The layer that takes inputs [start, stop) and gives partial sums to be all-reduced (row-parallel).
+
+        Cut on group borders, at multiples of 16. The bias belongs to the sum, so only the shard from column 0 keeps it.
+        """
+        bias = self.bias if start == 0 else None
+        return NVFP4Linear(self.weight.slice_columns(start, stop), bias, dtype=self.dtype, workspace=self.workspace)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.dtype != self.dtype or x.shape[-1:] != (self.in_features,):
+            raise ValueError(
+                f"input is {x.dtype} {list(x.shape)}; this layer takes {self.dtype} [..., {self.in_features}]"
+            )
+        if torch.is_grad_enabled() and x.requires_grad:
+            dense = dequantize(self.weight, self.dtype)  # backward reads it after the workspace has moved on
+        else:
+            dense = self.workspace.dense(self.weight, self.dtype)
+        return nn.functional.linear(x, dense, self.bias)
+
+    def extra_repr(self) -> str:
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, "
+            f"bias={self.bias is not None}, dtype={self.dtype}"
+        )
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> NVFP4Linear:
+        # As integers the buffers pass through dtype casts unchanged, and through device moves like any other.
+        return super()._apply(lambda t: fn(t.view(_BITS[t.element_size()])).view(t.dtype), recurse)
