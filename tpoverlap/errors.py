@@ -32,7 +32,14 @@ class PieceMismatchError(TpOverlapError):
 
 
 class ChannelError(TpOverlapError):
-    """The host-memory channel could not be opened or was used against its rules."""
+    """The host-memory channel could not be opened or was used against its rules.
+
+    reason: the stable word under which a coordinator lists it among its rejection reasons.
+    """
+
+    def __init__(self, message: str, reason: str = "channel_failed") -> None:
+        super().__init__(message)
+        self.reason = reason
 
 
 class ConfigError(TpOverlapError, ValueError):

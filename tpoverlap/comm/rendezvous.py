@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import secrets
-from datetime import timedelta
+import time
+from collections.abc import Callable
 from typing import Any
 
-from torch.distributed import Store
+from torch.distributed import DistNetworkError, DistStoreError, Store
 
 from tpoverlap.comm.host import HostIdentity, host_identity
 from tpoverlap.comm.layout import HEADER, MAGIC, VERSION, Layout
@@ -24,33 +26,39 @@ class StoreExchange:
         self._world_size = world_size
         self._timeout_s = timeout_s
 
-    def all_gather(self, key: str, value: Any) -> list[Any]:
-        """Every rank's ``value`` (JSON), in rank order. CollectiveTimeoutError names the ranks that never came."""
-        self._store.set(f"{key}/{self._rank}", json.dumps(value))
-        keys = [f"{key}/{q}" for q in range(self._world_size)]
-        try:
-            self._store.wait(keys, timedelta(seconds=self._timeout_s))
-            return [json.loads(self._store.get(k)) for k in keys]
-        except RuntimeError as e:
-            raise CollectiveTimeoutError(
-                f"ranks {self._missing(keys)} did not come to {key!r} within {self._timeout_s:g} s ({e})"
-            ) from e
+    def all_gather(self, key: str, value: Any, check: Callable[[], None] | None = None) -> list[Any]:
+        """Every rank's ``value`` (JSON), in rank order. ``check`` is called now and then and may end the wait.
 
-    def barrier(self, key: str) -> None:
-        self.all_gather(key, None)
+        Raises CollectiveTimeoutError naming the ranks that did not come within the timeout, and ChannelError when
+        the store itself fails.
+        """
+        keys = [f"{key}/{q}" for q in range(self._world_size)]
+        give_up = time.monotonic() + self._timeout_s
+        try:
+            self._store.set(keys[self._rank], json.dumps(value))
+            # Asking is cheap and, unlike a wait that times out, leaves no trace in the log.
+            pause_s = 0.0005
+            while not self._store.check(keys):
+                if check is not None:
+                    check()
+                if time.monotonic() > give_up:
+                    missing = [q for q, k in enumerate(keys) if not self._store.check([k])]
+                    raise CollectiveTimeoutError(
+                        f"ranks {missing} did not come to {key!r} within {self._timeout_s:g} s"
+                    )
+                time.sleep(pause_s)
+                pause_s = min(0.02, pause_s * 1.5)
+            return [json.loads(self._store.get(k)) for k in keys]
+        except (DistStoreError, DistNetworkError) as e:
+            raise ChannelError(f"the group's store does not answer at {key!r}: {e}") from e
+
+    def barrier(self, key: str, check: Callable[[], None] | None = None) -> None:
+        self.all_gather(key, None, check)
 
     def forget(self, key: str) -> None:
         """Deletes this rank's value of ``key``, once every rank has read it."""
-        try:
+        with contextlib.suppress(RuntimeError):  # some stores cannot delete; the key is small
             self._store.delete_key(f"{key}/{self._rank}")
-        except RuntimeError:
-            pass  # some stores cannot delete; the key is small
-
-    def _missing(self, keys: list[str]) -> list[int]:
-        try:
-            return [q for q, k in enumerate(keys) if not self._store.check([k])]
-        except RuntimeError:
-            return []
 
 
 def gather_hosts(exchange: StoreExchange, identity: HostIdentity | None = None) -> list[HostIdentity]:

@@ -1,0 +1,318 @@
+"""One group's shared segment with everything that makes it trustworthy: calls, descriptors, failures, reset.
+
+A channel moves no data itself: providers execute protocol steps in its regions. Every call of the group, whichever
+provider serves it, begins and finishes here, so that one place knows what each rank is doing.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable
+
+from tpoverlap.comm.failure import Failure, FailureKind, FailureRecord
+from tpoverlap.comm.host import HostIdentity
+from tpoverlap.comm.layout import DESCRIPTOR_TEXT_BYTES, NUM_DESCRIPTORS, Layout
+from tpoverlap.comm.region import EagerRegion
+from tpoverlap.comm.rendezvous import StoreExchange, gather_hosts, open_segment
+from tpoverlap.comm.segment import SegmentKind
+from tpoverlap.comm.watcher import Watcher
+from tpoverlap.comm.words import SharedWords
+from tpoverlap.errors import ChannelError, TpOverlapError
+
+_open_channels: weakref.WeakSet[Channel] = weakref.WeakSet()
+
+
+class Channel:
+    """Opened by all ranks of a group together; ChannelError on all of them when it cannot be.
+
+    name: the group's, for messages. exchange: the group's store. layout: sizes, the same on all ranks. timeout_s:
+    how long a call waits for its peers. kinds: segment kinds to try in turn. host: this rank's identity, for tests.
+    first_number: where the cyclic counters start.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        rank: int,
+        exchange: StoreExchange,
+        layout: Layout,
+        timeout_s: float,
+        *,
+        kinds: tuple[SegmentKind, ...] = ("memfd", "named"),
+        host: HostIdentity | None = None,
+        first_number: int = 0,
+    ) -> None:
+        self.name = name
+        self.rank = rank
+        self.layout = layout
+        self.timeout_s = timeout_s
+        self.on_failure: list[Callable[[Failure], None]] = []
+        """Called once a failure, by the watcher's thread."""
+        self._exchange = exchange
+        self._pid = os.getpid()
+        self._busy = threading.Lock()
+        self._call = 0
+        self._generation = 0
+        self._delivered = False
+        self._announced = False
+        self._poisoning = True
+        self._destroyed = False
+
+        hosts = gather_hosts(exchange, host)
+        _require_one_host(hosts)
+        self.segment = open_segment(exchange, rank, layout, kinds)
+        problem = ""
+        try:
+            self._record = FailureRecord(self.segment)
+            self._words = SharedWords(self.segment.words, self.segment.address)
+            self.region = EagerRegion(self._words, layout, rank, self.check, first_number)
+            self._watcher = Watcher(name, rank, hosts, self)
+        except ChannelError as e:
+            problem = str(e)
+        problems = [f"rank {q}: {why}" for q, why in enumerate(exchange.all_gather("channel", problem)) if why]
+        if problems:
+            if not problem:
+                self._watcher.stop()
+            self.segment.close()
+            raise ChannelError("; ".join(problems))
+        self._watcher.start()
+        _open_channels.add(self)
+
+    # Calls
+
+    def begin(self, operation: str) -> int:
+        """Begins a call that ``operation`` describes ("name dtype bytes mode"); returns its number.
+
+        Raises the group's failure if it has one, and ChannelError when another thread, a forked child or a destroyed
+        group is at work. Follow it by :meth:`finish` in any case.
+        """
+        if self._destroyed:
+            raise ChannelError(f"group {self.name!r} is destroyed: make a new one")
+        if os.getpid() != self._pid:
+            raise ChannelError(
+                f"group {self.name!r} belongs to process {self._pid}, not to its fork {os.getpid()}: "
+                "make the group after the fork"
+            )
+        if not self._busy.acquire(blocking=False):
+            raise ChannelError(
+                f"group {self.name!r} is used by two threads at once: one thread at a time may call collectives"
+            )
+        try:
+            self.check()
+            self._call += 1
+            self._write_descriptor(operation)
+            quads, layout = self.segment.quads, self.layout
+            quads[layout.call(self.rank) // 8] = self._call
+            quads[layout.started_ns(self.rank) // 8] = time.monotonic_ns()
+        except BaseException:
+            self._busy.release()
+            raise
+        return self._call
+
+    def published(self) -> None:
+        """Restarts the call's clock: from here on the rank waits for its peers alone."""
+        self.segment.quads[self.layout.started_ns(self.rank) // 8] = time.monotonic_ns()
+
+    def finish(self, completed: bool) -> None:
+        """Ends the call. completed: whether it has read all that it needed."""
+        quads, layout = self.segment.quads, self.layout
+        quads[layout.started_ns(self.rank) // 8] = 0
+        if completed:
+            quads[layout.finished_call(self.rank) // 8] = self._call
+        self._busy.release()
+
+    def compare_descriptor(self, peer: int) -> None:
+        """Raises CollectiveMismatchError, here and on all ranks, if the peer is in another call than this rank.
+
+        To be called once the peer has published a piece of this call.
+        """
+        difference = self._difference(peer)
+        if difference:
+            self.fail(FailureKind.MISMATCH, peer, difference)
+            self.check()
+
+    # Failure
+
+    @property
+    def failed(self) -> bool:
+        return self._record.present
+
+    @property
+    def failure_delivered(self) -> bool:
+        """Whether this rank has raised the present failure to its caller."""
+        return self._delivered
+
+    def check(self) -> None:
+        """Raises the group's failure, if it has one."""
+        if self._record.present:
+            raise self.failure_error()
+
+    def failure_error(self) -> TpOverlapError:
+        failure = self._record.read()
+        assert failure is not None
+        self._delivered = True
+        return failure.error(self.name)
+
+    def abort(self, why: str) -> None:
+        """Ends the call under way on every rank with CollectiveAbortedError. Any thread may call it."""
+        if self._destroyed or os.getpid() != self._pid:
+            return
+        self.fail(FailureKind.ABORTED, self.rank, f"aborted: {why}")
+
+    def fail(self, kind: FailureKind, culprit: int, detail: str) -> None:
+        """Records a failure, unless there is one, and releases whoever waits."""
+        self._record.write(Failure(kind, culprit, self.rank, self._call, self._own_descriptor(), detail))
+        self.region.poison()
+
+    def reset(self) -> None:
+        """Makes the group work again after an abort, a timeout or a mismatch. Collective: every rank calls it.
+
+        Raises PeerLostError if a peer has died, CollectiveTimeoutError if a rank does not come.
+        """
+        failure = self._record.read()
+        if failure is not None and not failure.resettable:
+            raise self.failure_error()
+        if not self._busy.acquire(blocking=False):
+            raise ChannelError(f"group {self.name!r} cannot be reset while another thread uses it")
+        try:
+            # From the first barrier on nobody may poison: each rank stops before it comes there.
+            self._poisoning = False
+            key = f"reset/{self._generation}"
+            self._exchange.barrier(f"{key}/drained", self._check_peers_alive)
+            if self.rank == 0:
+                self._record.clear()
+            self.region.restore()
+            self._restore_page()
+            self._exchange.barrier(f"{key}/restored", self._check_peers_alive)
+            self._generation += 1
+            self._delivered = self._announced = False
+        finally:
+            self._poisoning = True
+            self._busy.release()
+
+    def destroy(self) -> None:
+        """Leaves the group. Peers that still wait for this rank get PeerLostError."""
+        if self._destroyed:
+            return
+        self._destroyed = True
+        if os.getpid() != self._pid:
+            return
+        self.segment.words[self.layout.left(self.rank) // 4] = 1
+        self._watcher.stop()
+        self.on_failure.clear()
+        _open_channels.discard(self)
+        self.segment.close()
+
+    # Called by the watcher's thread
+
+    def on_peer_dead(self, rank: int) -> None:
+        if not self._has_left(rank):
+            self.fail(FailureKind.LOST, rank, f"rank {rank} died")
+
+    def on_tick(self) -> None:
+        if not self._record.present:
+            self._look_for_failure()
+        if self._record.present and self._poisoning:
+            self.region.poison()
+            if not self._announced:
+                self._announced = True
+                failure = self._record.read()
+                assert failure is not None
+                for callback in list(self.on_failure):
+                    callback(failure)
+
+    def on_watcher_error(self, error: BaseException) -> None:
+        self.fail(FailureKind.ABORTED, self.rank, f"the watcher of rank {self.rank} failed: {error!r}")
+
+    def _look_for_failure(self) -> None:
+        quads, layout = self.segment.quads, self.layout
+        started_ns = quads[layout.started_ns(self.rank) // 8]
+        if not started_ns:
+            return
+        call = quads[layout.call(self.rank) // 8]
+        for q in self._peers():
+            # A peer that has finished this call has published all of it; whether it is still there does not matter.
+            if self._has_left(q) and quads[layout.finished_call(q) // 8] < call:
+                self.fail(FailureKind.LOST, q, f"rank {q} has left (it destroyed the group or exited)")
+                return
+            difference = self._difference(q)
+            if difference:
+                self.fail(FailureKind.MISMATCH, q, difference)
+                return
+        waited_s = (time.monotonic_ns() - started_ns) * 1e-9
+        if waited_s > self.timeout_s:
+            absent = [q for q in self._peers() if quads[layout.call(q) // 8] < call]
+            late = absent or [q for q in self._peers() if quads[layout.finished_call(q) // 8] < call] or self._peers()
+            what = "did not come" if absent else "did not get on"
+            self.fail(FailureKind.TIMEOUT, late[0], f"ranks {late} {what} within {self.timeout_s:g} s")
+
+    # Parts
+
+    def _peers(self) -> list[int]:
+        return [q for q in range(self.layout.world_size) if q != self.rank]
+
+    def _has_left(self, rank: int) -> bool:
+        return self.segment.words[self.layout.left(rank) // 4] != 0
+
+    def _check_peers_alive(self) -> None:
+        dead = self._watcher.dead_ranks()
+        if dead:
+            self.fail(FailureKind.LOST, dead[0], f"rank {dead[0]} died")
+            self.check()
+
+    def _write_descriptor(self, operation: str) -> None:
+        text = operation.encode()[:DESCRIPTOR_TEXT_BYTES]
+        at = self.layout.descriptor(self.rank, self._call)
+        segment = self.segment
+        segment.quads[at // 8] = 0
+        segment.words[at // 4 + 2] = len(text)
+        segment.bytes[at + 12 : at + 12 + len(text)] = text
+        segment.quads[at // 8] = self._call
+
+    def _descriptor(self, rank: int, call: int) -> str | None:
+        """What ``rank`` does in its call of that number; None if it has not come there, or is far past it."""
+        at = self.layout.descriptor(rank, call)
+        segment = self.segment
+        if segment.quads[at // 8] != call:
+            return None
+        text = bytes(segment.bytes[at + 12 : at + 12 + min(segment.words[at // 4 + 2], DESCRIPTOR_TEXT_BYTES)])
+        return text.decode(errors="replace") if segment.quads[at // 8] == call else None
+
+    def _own_descriptor(self) -> str:
+        return self._descriptor(self.rank, self._call) or ""
+
+    def _difference(self, peer: int) -> str:
+        call = self._call
+        mine, theirs = self._descriptor(self.rank, call), self._descriptor(peer, call)
+        if mine is None or theirs is None or mine == theirs:
+            return ""
+        return f"rank {self.rank} calls {mine}, rank {peer} calls {theirs}"
+
+    def _restore_page(self) -> None:
+        quads, layout = self.segment.quads, self.layout
+        self._call = 0
+        for at in (layout.started_ns(self.rank), layout.call(self.rank), layout.finished_call(self.rank)):
+            quads[at // 8] = 0
+        for call in range(NUM_DESCRIPTORS):
+            quads[layout.descriptor(self.rank, call) // 8] = 0
+
+
+def _require_one_host(hosts: list[HostIdentity]) -> None:
+    elsewhere = [q for q, h in enumerate(hosts) if not h.same_host(hosts[0])]
+    if elsewhere:
+        raise ChannelError(
+            f"ranks {elsewhere} are on another host than rank 0: the host-memory channel joins ranks of one host",
+            reason="ranks_on_different_hosts",
+        )
+    if any(h.pid_namespace != hosts[0].pid_namespace for h in hosts):
+        raise ChannelError("the ranks run in different pid namespaces and cannot watch each other: use one container")
+
+
+@atexit.register
+def _leave_open_groups() -> None:
+    for channel in list(_open_channels):
+        channel.destroy()

@@ -1,0 +1,352 @@
+"""The group of ranks that a model shards over: its collectives, each through the best provider."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections import Counter
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from tpoverlap.comm.channel import Channel
+from tpoverlap.comm.cpu import CpuProvider
+from tpoverlap.comm.layout import Layout, page_aligned
+from tpoverlap.comm.provider import Call, Provider, Reason
+from tpoverlap.comm.rendezvous import StoreExchange
+from tpoverlap.comm.scheduler import current_scheduler
+from tpoverlap.comm.torch_fallback import TorchProvider
+from tpoverlap.config import HostReduceConfig
+from tpoverlap.errors import ChannelError, ConfigError
+
+logger = logging.getLogger("tpoverlap")
+
+_NUM_SLOTS = 2
+# Slots of the CPU provider stay in cache between the writer and the reader.
+_CPU_SLOT_BYTES = 2 << 20
+_instances: Counter[str] = Counter()
+_names = itertools.count()
+
+
+class GroupCoordinator:
+    """One group of ranks and its collectives.
+
+    ranks: global ranks of the group, ascending; every one of them, and nobody else, makes the coordinator. local_rank:
+    of this process on its host. device: where the tensors live. config: how they travel. process_group: use this
+    group of the same ranks; None makes gloo (and, on CUDA, NCCL) groups of their own. The default process group must
+    be initialized. unique_name: for messages. emulate_link_gbps: slow CPU transfers to that many GB/s.
+
+    Collectives run through the calling thread's :class:`~tpoverlap.comm.scheduler.CollectiveScheduler`; one thread at
+    a time uses a group. Where a peer dies, hangs or calls something else, they raise PeerLostError,
+    CollectiveTimeoutError, CollectiveMismatchError or CollectiveAbortedError on every rank, and never hang.
+    """
+
+    def __init__(
+        self,
+        ranks: Sequence[int],
+        local_rank: int,
+        device: torch.device | str,
+        config: HostReduceConfig | None = None,
+        process_group: dist.ProcessGroup | None = None,
+        *,
+        unique_name: str | None = None,
+        emulate_link_gbps: float | None = None,
+    ) -> None:
+        self.ranks = _checked_ranks(ranks)
+        self.rank = dist.get_rank()
+        self.world_size = len(self.ranks)
+        self.rank_in_group = self.ranks.index(self.rank)
+        self.local_rank = local_rank
+        self.device = torch.device(device)
+        self.config = config or HostReduceConfig()
+        self.unique_name = unique_name or f"tpoverlap:{next(_names)}"
+        if emulate_link_gbps is not None and not emulate_link_gbps > 0:
+            raise ConfigError(f"emulate_link_gbps={emulate_link_gbps!r} is not supported: give a positive number")
+        self._owns_groups = process_group is None
+        self.cpu_group, self.device_group = self._process_groups(process_group)
+        self._served: Counter[str] = Counter()
+        self._channel: Channel | None = None
+        self._channel_reason: Reason | None = Reason.WORLD_SIZE_1 if self.world_size == 1 else None
+        self._providers: list[Provider] = []
+        if self.world_size > 1:
+            self._open_channel(emulate_link_gbps)
+        watch = self._cpu_provider
+        self._providers.append(TorchProvider(self._fallback_group, self._channel, watch))
+        self._choices: dict[Call, Provider] = {}
+
+    # Who is where
+
+    @property
+    def first_rank(self) -> int:
+        """Global rank of the group's first member; ``last_rank``, ``next_rank`` and ``prev_rank`` (cyclic) alike."""
+        return self.ranks[0]
+
+    @property
+    def last_rank(self) -> int:
+        return self.ranks[-1]
+
+    @property
+    def is_first_rank(self) -> bool:
+        return self.rank == self.first_rank
+
+    @property
+    def is_last_rank(self) -> bool:
+        return self.rank == self.last_rank
+
+    @property
+    def next_rank(self) -> int:
+        return self.ranks[(self.rank_in_group + 1) % self.world_size]
+
+    @property
+    def prev_rank(self) -> int:
+        return self.ranks[(self.rank_in_group - 1) % self.world_size]
+
+    # Collectives
+
+    def all_reduce(self, x: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
+        """The sum of ``x`` over the group, in a new tensor or in ``out``; ``x`` itself is never written.
+
+        x: any shape and layout; FP32, FP16 and BF16 travel through the channel, other dtypes through
+        torch.distributed. out: of x's shape, dtype and device; may be x itself, but not overlap it otherwise. In a
+        group of one rank the result is ``x`` (or ``out`` filled from it). Raises ValueError for an unfit ``out``.
+        """
+        _check_out(x, out)
+        if self.world_size == 1:
+            return x if out is None else out.copy_(x)
+        return current_scheduler().run("all_reduce", (x,), lambda: self._choose("all_reduce", x).all_reduce(x, out))
+
+    def all_reduce_sum2(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        """The sum over the group of ``a + b``, where each rank's own sum is rounded once to the dtype before the wire.
+
+        a, b: same shape, dtype and device.
+        """
+        if a.shape != b.shape or a.dtype != b.dtype or a.device != b.device:
+            raise ValueError(f"all_reduce_sum2 takes two tensors alike, got {_alike(a)} and {_alike(b)}")
+        if self.world_size == 1:
+            return a + b
+
+        def launch() -> torch.Tensor:
+            own = a + b
+            return self._choose("all_reduce", own).all_reduce(own, own)
+
+        return current_scheduler().run("all_reduce", (a, b), launch)
+
+    def all_gather(self, x: torch.Tensor, dim: int = -1) -> torch.Tensor:
+        """The tensors of all ranks, concatenated along ``dim`` in rank order. x: same shape and dtype on every rank."""
+        dim = _dimension(x, dim)
+        if self.world_size == 1:
+            return x
+
+        def launch() -> torch.Tensor:
+            stacked = self._choose("all_gather", x).all_gather(x)
+            if dim == 0:
+                return stacked.flatten(0, 1)
+            shape = (*x.shape[:dim], self.world_size * x.shape[dim], *x.shape[dim + 1 :])
+            return stacked.movedim(0, dim).reshape(shape)
+
+        return current_scheduler().run("all_gather", (x,), launch)
+
+    def reduce_scatter(self, x: torch.Tensor, dim: int = -1) -> torch.Tensor:
+        """This rank's part, along ``dim``, of the sum of ``x`` over the group.
+
+        x: same shape and dtype on every rank; ``dim`` divides by the group's size (ValueError otherwise).
+        """
+        dim = _dimension(x, dim)
+        if x.shape[dim] % self.world_size:
+            raise ValueError(
+                f"reduce_scatter needs a size along dim {dim} that divides by {self.world_size} ranks, "
+                f"got {tuple(x.shape)}"
+            )
+        if self.world_size == 1:
+            return x
+
+        def launch() -> torch.Tensor:
+            shards = x.unflatten(dim, (self.world_size, -1)).movedim(dim, 0).contiguous()
+            return self._choose("reduce_scatter", shards).reduce_scatter(shards)
+
+        return current_scheduler().run("reduce_scatter", (x,), launch)
+
+    def broadcast(self, x: torch.Tensor, src: int = 0) -> torch.Tensor:
+        """``x`` of group rank ``src`` on every rank, written into each rank's ``x``, which is returned."""
+        if not 0 <= src < self.world_size:
+            raise ValueError(f"broadcast from group rank {src}: this group has ranks 0 to {self.world_size - 1}")
+        if self.world_size == 1:
+            return x
+
+        def launch() -> torch.Tensor:
+            self._choose("broadcast", x).broadcast(x, src)
+            return x
+
+        return current_scheduler().run("broadcast", (x,), launch)
+
+    # Trust
+
+    def rejection_reasons(self, x: torch.Tensor, operation: str = "all_reduce") -> dict[str, Reason | None]:
+        """For each provider, in the order of the chain, why it would not serve ``x``; None where it would."""
+        call = _call(operation, x)
+        reasons: dict[str, Reason | None] = {p.name: p.rejection_reason(call) for p in self._providers}
+        if self._channel is None and self._channel_reason is not None:
+            reasons = {CpuProvider.name: self._channel_reason, **reasons}
+        if self.world_size == 1:
+            reasons = dict.fromkeys(reasons, Reason.WORLD_SIZE_1)
+        return reasons
+
+    @property
+    def served(self) -> dict[str, int]:
+        """How many collectives each provider has served on this rank."""
+        return dict(self._served)
+
+    @property
+    def failed(self) -> bool:
+        """Whether the group has failed, seen from any rank of it."""
+        return self._channel is not None and self._channel.failed
+
+    @property
+    def failure_delivered(self) -> bool:
+        """Whether the present failure has been raised to this rank's caller."""
+        return self._channel is not None and self._channel.failure_delivered
+
+    def check(self) -> None:
+        """Raises the group's failure, if it has one."""
+        if self._channel is not None:
+            self._channel.check()
+
+    def abort(self, why: str) -> None:
+        """Ends collectives under way, on every rank, with CollectiveAbortedError. May be called from any thread."""
+        if self._channel is not None:
+            self._channel.abort(why)
+
+    def reset(self) -> None:
+        """Makes the group work again after an abort, a timeout or a mismatch. Collective: every rank calls it.
+
+        Raises PeerLostError after the loss of a rank, which is permanent, and CollectiveTimeoutError when a rank
+        does not come.
+        """
+        if self._channel is not None:
+            self._channel.reset()
+            self._renew_fallback()
+
+    def destroy(self) -> None:
+        """Leaves the group and frees what it holds; a second call does nothing."""
+        if self._channel is not None:
+            self._channel.destroy()
+        self._providers.clear()
+        if self._owns_groups and dist.is_initialized():
+            for group in {id(g): g for g in (self.cpu_group, self.device_group)}.values():
+                dist.destroy_process_group(group)
+        self._owns_groups = False
+
+    # Parts
+
+    def _process_groups(self, given: dist.ProcessGroup | None) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+        if given is not None:
+            if dist.get_process_group_ranks(given) != self.ranks:
+                raise ConfigError(
+                    f"process_group joins ranks {dist.get_process_group_ranks(given)}, the coordinator {self.ranks}"
+                )
+            return given, given
+        cpu_group = self._new_group("gloo")
+        return cpu_group, self._new_group("nccl") if self.device.type == "cuda" else cpu_group
+
+    def _new_group(self, backend: str) -> dist.ProcessGroup:
+        # Local synchronization: only the members take part, so that disjoint groups can be made side by side.
+        return dist.new_group(
+            self.ranks,
+            timeout=timedelta(seconds=self.config.timeout_s),
+            backend=backend,
+            use_local_synchronization=True,
+        )
+
+    @property
+    def _fallback_group(self) -> dist.ProcessGroup:
+        return self.device_group if self.device.type == "cuda" else self.cpu_group
+
+    @property
+    def _cpu_provider(self) -> CpuProvider | None:
+        return next((p for p in self._providers if isinstance(p, CpuProvider)), None)
+
+    def _open_channel(self, emulate_link_gbps: float | None) -> None:
+        largest = max(self.config.copy_engine_max_bytes, self.config.max_bytes)
+        if largest == 0:
+            self._channel_reason = Reason.DISABLED
+            return
+        key = f"{self.cpu_group.group_name}"
+        store = dist.PrefixStore(f"tpoverlap/{_instances[key]}", self.cpu_group.get_group_store())
+        _instances[key] += 1
+        layout = Layout(self.world_size, page_aligned(min(largest, _CPU_SLOT_BYTES)), _NUM_SLOTS)
+        exchange = StoreExchange(store, self.rank_in_group, self.world_size, self.config.timeout_s)
+        try:
+            self._channel = Channel(self.unique_name, self.rank_in_group, exchange, layout, self.config.timeout_s)
+        except ChannelError as e:
+            self._channel_reason = Reason(e.reason)
+            logger.warning("group %s: no host-memory channel, torch.distributed serves: %s", self.unique_name, e)
+            return
+        self._providers.append(CpuProvider(self._channel, emulate_link_gbps))
+
+    def _choose(self, operation: str, x: torch.Tensor) -> Provider:
+        call = _call(operation, x)
+        provider = self._choices.get(call)
+        if provider is None:
+            if not self._providers:
+                raise ChannelError(f"group {self.unique_name!r} is destroyed: make a new one")
+            provider = next(p for p in self._providers if p.rejection_reason(call) is None)
+            self._choices[call] = provider
+        self._served[provider.name] += 1
+        return provider
+
+    def _renew_fallback(self) -> None:
+        """A host backend's group is of no use once a collective in it was left half done."""
+        fallback = self._providers[-1]
+        assert isinstance(fallback, TorchProvider)
+        if self.device.type == "cpu":
+            fallback.group = self._new_group("gloo")
+
+
+def _call(operation: str, x: torch.Tensor) -> Call:
+    capturing = x.is_cuda and torch.cuda.is_current_stream_capturing()
+    return Call(operation, x.dtype, x.numel() * x.element_size(), x.device.type, capturing)
+
+
+def _checked_ranks(ranks: Sequence[int]) -> list[int]:
+    if not dist.is_initialized():
+        raise ConfigError("GroupCoordinator needs torch.distributed: call torch.distributed.init_process_group first")
+    world = dist.get_world_size()
+    checked = sorted(set(ranks))
+    if list(ranks) != checked or not checked or checked[0] < 0 or checked[-1] >= world:
+        raise ConfigError(f"ranks={list(ranks)} is not supported: give distinct ascending ranks below {world}")
+    if dist.get_rank() not in checked:
+        raise ConfigError(f"rank {dist.get_rank()} is not in ranks={checked}: only members make the coordinator")
+    return checked
+
+
+def _check_out(x: torch.Tensor, out: torch.Tensor | None) -> None:
+    if out is None or out is x:
+        return
+    if out.shape != x.shape or out.dtype != x.dtype or out.device != x.device:
+        raise ValueError(f"out must be like the input: {_alike(x)}, got {_alike(out)}")
+    same_view = out.data_ptr() == x.data_ptr() and out.stride() == x.stride()
+    if not same_view and _spans_overlap(x, out):
+        raise ValueError("out overlaps the input: give a separate tensor, or the input itself")
+
+
+def _spans_overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether the memory spans of two tensors meet; interleaved views count, an exact answer is not worth its cost."""
+    if a.numel() == 0 or b.numel() == 0 or a.untyped_storage().data_ptr() != b.untyped_storage().data_ptr():
+        return False
+    spans = []
+    for t in (a, b):
+        last = sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))
+        spans.append((t.storage_offset(), t.storage_offset() + last))
+    return spans[0][0] <= spans[1][1] and spans[1][0] <= spans[0][1]
+
+
+def _dimension(x: torch.Tensor, dim: int) -> int:
+    if not -x.dim() <= dim < x.dim():
+        raise ValueError(f"dim {dim} is out of range for a tensor of {x.dim()} dimensions")
+    return dim % x.dim()
+
+
+def _alike(x: torch.Tensor) -> str:
+    return f"{tuple(x.shape)} {x.dtype} on {x.device}"

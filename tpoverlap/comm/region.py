@@ -1,0 +1,72 @@
+"""The protocol words and slots of one mode, and their counters. Modes share no slot and no word."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from tpoverlap.comm.layout import CONSUMED, PUBLISHED, Layout
+from tpoverlap.comm.protocol import POISON_OFFSET
+from tpoverlap.comm.words import MASK, SharedWords
+
+_WAIT_SLICE_S = 0.05
+
+
+class EagerRegion:
+    """Counters of the two-word protocol (see :mod:`tpoverlap.comm.protocol`) as rank ``rank`` sees them.
+
+    check: called between the slices of a wait and after it; raises when the group has failed. first_number: where
+    the cyclic counters start (tests start them just below their wrap).
+    """
+
+    def __init__(
+        self, words: SharedWords, layout: Layout, rank: int, check: Callable[[], None], first_number: int = 0
+    ) -> None:
+        ranks = range(layout.world_size)
+        self._words = words
+        self._rank = rank
+        self._check = check
+        self._first_number = first_number & MASK
+        self._num_slots = layout.num_slots
+        self._published = [layout.word(q, PUBLISHED) // 4 for q in ranks]
+        self._consumed = [layout.word(q, CONSUMED) // 4 for q in ranks]
+        self.restore()
+
+    def restore(self) -> None:
+        """Sets the counters and this rank's own words to their start."""
+        self.operation = self._first_number
+        self._base = self._first_number
+        self._words.store(self._published[self._rank], self._base)
+        self._words.store(self._consumed[self._rank], self.operation)
+
+    def begin_operation(self) -> int:
+        """Numbers the next operation; returns the slot that it uses."""
+        self.operation = (self.operation + 1) & MASK
+        return self.operation % self._num_slots
+
+    def end_operation(self, pieces_published: int) -> None:
+        self._base = (self._base + pieces_published) & MASK
+
+    def publish(self, count: int) -> None:
+        self._words.store(self._published[self._rank], self._base + count)
+
+    def consume(self) -> None:
+        self._words.store(self._consumed[self._rank], self.operation)
+
+    def wait_published(self, rank: int, count: int) -> None:
+        self._wait(self._published[rank], (self._base + count) & MASK)
+
+    def wait_consumed(self, rank: int) -> None:
+        """Until ``rank`` has read what this operation's slot held before."""
+        self._wait(self._consumed[rank], (self.operation - self._num_slots) & MASK)
+
+    def poison(self) -> None:
+        """Lets every wait of every rank pass. A live rank's next store undoes it, so it is repeated."""
+        for index in self._published:
+            self._words.store(index, self._base + POISON_OFFSET)
+        for index in self._consumed:
+            self._words.store(index, self.operation + POISON_OFFSET)
+
+    def _wait(self, index: int, target: int) -> None:
+        while not self._words.wait(index, target, _WAIT_SLICE_S):
+            self._check()
+        self._check()
