@@ -1,0 +1,163 @@
+"""Shapes and constants of a dense decoder, taken from a transformers configuration."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from tpoverlap.errors import ConfigError, UnsupportedError
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+SUPPORTED_ARCHITECTURES = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3"}
+
+
+@dataclass(frozen=True)
+class DecoderConfig:
+    """A dense decoder-only transformer with RMSNorm, rotary positions, grouped-query attention and a SiLU-gated MLP.
+
+    rope_inv_freq: head_dim / 2 inverse frequencies in radians a position, scaling already in them. qkv_bias, o_bias,
+    mlp_bias: which linear layers add one. qk_norm: RMSNorm over each query and key head before the rotation.
+    tied_embeddings: the output projection is the embedding table. max_positions: longest sequence that the model was
+    made for, in tokens.
+    """
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_query_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    rope_inv_freq: tuple[float, ...]
+    qkv_bias: bool
+    o_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+    tied_embeddings: bool
+    max_positions: int
+
+
+def load_config(path: str | Path) -> DecoderConfig:
+    """Reads the configuration of a checkpoint: a Hugging Face folder (config.json) or a GGUF file.
+
+    Errors: ConfigError where ``path`` is neither; UnsupportedError as :func:`from_transformers`, and for GGUF files
+    that store scaled rotary positions or experts, which transformers does not read from there.
+    """
+    return from_transformers(load_transformers_config(path))
+
+
+def load_transformers_config(path: str | Path) -> PretrainedConfig:
+    """The checkpoint's configuration as transformers reads it, once its architecture is known to be supported."""
+    path = Path(path)
+    if path.is_file() and path.suffix == ".gguf":
+        from tpoverlap.model.gguf_file import check_gguf
+
+        check_gguf(path)
+        where: dict[str, Any] = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
+    elif (path / "config.json").is_file():
+        try:
+            stored = json.loads((path / "config.json").read_text(encoding="utf-8"))
+            model_type = str(stored["model_type"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise ConfigError(f"{path / 'config.json'} is no model configuration: {error!r}") from None
+        check_architecture(model_type)
+        where = {"pretrained_model_name_or_path": str(path)}
+    else:
+        raise ConfigError(
+            f"no model at {path}: give a Hugging Face folder (config.json and *.safetensors) or a .gguf file"
+        )
+    from huggingface_hub.errors import StrictDataclassError  # what transformers checks field types and values with
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(**where)
+    except (StrictDataclassError, ValueError, TypeError, KeyError, ArithmeticError) as error:
+        raise ConfigError(f"transformers rejects the configuration of {path}: {' '.join(str(error).split())}") from None
+
+
+def from_transformers(config: PretrainedConfig) -> DecoderConfig:
+    """Translates a transformers configuration.
+
+    Errors: UnsupportedError for another architecture than Llama, Qwen2 and Qwen3, and for what the decoder does not
+    compute: sliding-window layers, activations other than SiLU, quantized checkpoints, rotary scaling other than
+    ``default``, ``linear`` and ``llama3``, partial rotation, an odd head size.
+    """
+    check_architecture(config.model_type)
+    name = SUPPORTED_ARCHITECTURES[config.model_type]
+    _check_features(name, config)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    if head_dim % 2:
+        raise UnsupportedError(f"{name} with head_dim={head_dim} is not supported: rotary positions need an even one")
+    is_qwen2 = config.model_type == "qwen2"
+    attention_bias = bool(getattr(config, "attention_bias", False))
+    return DecoderConfig(
+        architecture=name,
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        num_layers=config.num_hidden_layers,
+        num_query_heads=config.num_attention_heads,
+        num_kv_heads=config.num_key_value_heads,
+        head_dim=head_dim,
+        rms_norm_eps=config.rms_norm_eps,
+        rope_inv_freq=_rope_inv_freq(name, config, head_dim),
+        qkv_bias=is_qwen2 or attention_bias,
+        o_bias=attention_bias and not is_qwen2,
+        mlp_bias=bool(getattr(config, "mlp_bias", False)),
+        qk_norm=config.model_type == "qwen3",
+        tied_embeddings=bool(config.tie_word_embeddings),
+        max_positions=config.max_position_embeddings,
+    )
+
+
+def check_architecture(model_type: str) -> None:
+    """Errors: UnsupportedError naming ``model_type`` and what is supported."""
+    if model_type not in SUPPORTED_ARCHITECTURES:
+        raise UnsupportedError(
+            f"architecture {model_type!r} is not supported: "
+            f"dense {', '.join(SUPPORTED_ARCHITECTURES.values())} models are ({', '.join(SUPPORTED_ARCHITECTURES)})"
+        )
+
+
+def _check_features(name: str, config: PretrainedConfig) -> None:
+    windowed = sum(kind != "full_attention" for kind in getattr(config, "layer_types", None) or ())
+    if windowed:
+        raise UnsupportedError(
+            f"{name} with {windowed} sliding-window layers is not supported: all layers need full attention"
+        )
+    if config.hidden_act != "silu":
+        raise UnsupportedError(f"{name} with hidden_act={config.hidden_act!r} is not supported: 'silu' is")
+    quantization = getattr(config, "quantization_config", None)
+    if quantization:
+        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
+        raise UnsupportedError(
+            f"a checkpoint quantized with {method!r} is not supported: give the unquantized one, "
+            "which can be quantized to NVFP4 at load"
+        )
+
+
+def _rope_inv_freq(name: str, config: PretrainedConfig, head_dim: int) -> tuple[float, ...]:
+    """Rotary position embedding, Su et al. 2021; scaled ones as transformers computes them."""
+    rope = config.rope_parameters
+    kind = rope.get("rope_type")
+    if rope.get("partial_rotary_factor", 1.0) != 1.0:
+        raise UnsupportedError(f"{name} with partial_rotary_factor={rope['partial_rotary_factor']} is not supported")
+    if kind == "default":
+        exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+        return tuple((1.0 / rope["rope_theta"] ** exponents).tolist())
+    if kind not in ("linear", "llama3"):
+        raise UnsupportedError(
+            f"{name} with rotary scaling {kind!r} is not supported: 'default', 'linear' and 'llama3' are"
+        )
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    inv_freq, _ = ROPE_INIT_FUNCTIONS[kind](config, device=torch.device("cpu"))
+    return tuple(inv_freq.tolist())

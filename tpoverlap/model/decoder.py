@@ -1,0 +1,130 @@
+"""The decoder: token ids in, hidden states out, as one tensor-parallel rank computes it.
+
+Tensor parallelism as in Megatron-LM (Shoeybi et al. 2019): column-parallel QKV and gate/up projections, row-parallel
+output and down projections followed by an all-reduce, so that every rank holds the same hidden states between layers.
+The embedding table is whole on each rank, because a lookup costs less than the all-reduce that would replace it; the
+output projection is cut along the vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tpoverlap.microbatch.batch import Batch
+from tpoverlap.model.config import DecoderConfig
+from tpoverlap.model.layers import Attention, AttentionMetadata, DecoderLayer, Group, RMSNorm
+from tpoverlap.model.sharding import RangeShard
+
+
+class Decoder(nn.Module):
+    """One rank's part of a dense decoder; :func:`tpoverlap.model.checkpoint.load_decoder` makes it.
+
+    Between calls it keeps nothing but the paged key/value cache, so pieces of one batch may run interleaved. The
+    methods that say so are collectives: all ranks call them with the same arguments.
+    """
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        group: Group | None,
+        embedding: torch.Tensor,
+        layers: list[DecoderLayer],
+        norm: RMSNorm,
+        lm_head: torch.Tensor,
+        vocab: RangeShard,
+    ) -> None:
+        """embedding: [vocabulary, hidden]. lm_head: its rows ``vocab.start`` to ``vocab.stop``, unpadded."""
+        super().__init__()
+        self.config = config
+        self.group = group
+        self.vocab = vocab
+        self.register_buffer("embedding", embedding)
+        self.layers = nn.ModuleList(layers)
+        self.norm = norm
+        self.register_buffer("lm_head", lm_head)
+        inv_freq = torch.tensor(config.rope_inv_freq, dtype=torch.float32, device=embedding.device)
+        self.register_buffer("rope_inv_freq", inv_freq)
+
+    embedding: torch.Tensor
+    lm_head: torch.Tensor
+    rope_inv_freq: torch.Tensor
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of activations and of the key/value cache."""
+        return self.embedding.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.embedding.device
+
+    def allocate_kv_cache(self, num_blocks: int, block_size: int) -> None:
+        """Gives each layer a zeroed cache of ``num_blocks`` blocks of ``block_size`` tokens for this rank's KV heads.
+
+        A cache that was there before is dropped.
+        """
+        for module in self.modules():
+            if isinstance(module, Attention):
+                module.allocate_kv_cache(num_blocks, block_size, self.dtype, self.device)
+
+    @torch.inference_mode()
+    def forward(self, batch: Batch) -> torch.Tensor:
+        """Runs the packed requests of ``batch``, whose tensors are on the model's device. A collective.
+
+        Their keys and values go to the cache. Returns the hidden states after the last norm, [tokens, hidden] in the
+        model's dtype, with the same bits on every rank. Padding tokens are computed too; their rows mean nothing.
+
+        Errors: ValueError for M-RoPE positions, RuntimeError without a cache.
+        """
+        if batch.positions.dim() != 1:
+            raise ValueError(
+                f"positions must be [tokens], got {tuple(batch.positions.shape)}: no model here has M-RoPE"
+            )
+        if batch.input_ids is not None:
+            hidden = F.embedding(batch.input_ids, self.embedding)
+        else:
+            assert batch.inputs_embeds is not None  # Batch's own invariant
+            hidden = batch.inputs_embeds
+        angles = batch.positions.float()[:, None] * self.rope_inv_freq
+        rotary = angles.cos().to(self.dtype), angles.sin().to(self.dtype)
+        metadata = AttentionMetadata.of(batch)
+        for layer in self.layers:
+            hidden = layer(hidden, rotary, metadata)
+        return self.norm(hidden)
+
+    @torch.inference_mode()
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[rows, hidden] -> [rows, vocabulary] in the model's dtype, with the same bits on every rank. A collective."""
+        logits = self._shard_logits(hidden, padding=0.0)
+        if self.group is not None:
+            logits = self.group.all_gather(logits, -1)
+        return logits[:, : self.config.vocab_size]
+
+    @torch.inference_mode()
+    def token_losses(self, hidden: torch.Tensor, targets: torch.Tensor, *, block: int = 256) -> torch.Tensor:
+        """Negative log-likelihood, in nats, of each row's target. A collective.
+
+        hidden [rows, hidden]; targets int64 [rows], ids of the vocabulary. Returns float32 [rows], with the same bits
+        on every rank. No rank holds more than ``block`` rows of logits, and those of its own vocabulary shard only:
+        ranks exchange two numbers a row, the shard's log-sum-exp and the target's logit where the shard has it (the
+        vocabulary-parallel cross entropy of Megatron-LM).
+        """
+        losses = [
+            self._block_losses(rows, ids) for rows, ids in zip(hidden.split(block), targets.split(block), strict=True)
+        ]
+        return torch.cat(losses)
+
+    def _block_losses(self, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        logits = self._shard_logits(hidden, padding=float("-inf")).float()
+        index = targets - self.vocab.start
+        in_shard = (index >= 0) & (index < self.lm_head.shape[0])
+        target_logits = logits.gather(1, index.clamp(0, self.vocab.size - 1)[:, None])[:, 0]
+        parts = torch.stack([logits.logsumexp(1), target_logits.where(in_shard, 0.0)])[None]
+        if self.group is not None:
+            parts = self.group.all_gather(parts, 0)
+        return parts[:, 0].logsumexp(0) - parts[:, 1].sum(0)
+
+    def _shard_logits(self, hidden: torch.Tensor, *, padding: float) -> torch.Tensor:
+        return F.pad(F.linear(hidden, self.lm_head), (0, self.vocab.size - self.lm_head.shape[0]), value=padding)

@@ -1,0 +1,187 @@
+"""The parts of one decoder layer, as one tensor-parallel rank holds them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tpoverlap.attention import allocate_kv_cache, paged_decode, paged_prefill, write_kv
+from tpoverlap.microbatch.batch import Batch
+
+Rotary = tuple[torch.Tensor, torch.Tensor]
+
+
+class Group(Protocol):
+    """The collectives that the decoder needs, those of ``tpoverlap.comm.GroupCoordinator``."""
+
+    @property
+    def rank_in_group(self) -> int: ...
+
+    @property
+    def world_size(self) -> int: ...
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor: ...
+
+    def all_gather(self, x: torch.Tensor, dim: int) -> torch.Tensor: ...
+
+
+@dataclass(frozen=True)
+class AttentionMetadata:
+    """What the attention of every layer needs to know of a batch; tensors are on the model's device."""
+
+    block_table: torch.Tensor
+    slot_mapping: torch.Tensor
+    cu_seqlens_q: torch.Tensor
+    seq_lens: torch.Tensor
+    max_query_len: int
+    decode_only: bool
+
+    @classmethod
+    def of(cls, batch: Batch) -> AttentionMetadata:
+        starts = list(batch.query_start_loc)
+        device = batch.block_table.device
+        return cls(
+            block_table=batch.block_table,
+            slot_mapping=batch.slot_mapping,
+            # non_blocking: a blocking copy would hold the host until the device has caught up with it
+            cu_seqlens_q=torch.tensor(starts, dtype=torch.int32).to(device, non_blocking=True),
+            seq_lens=torch.tensor(list(batch.seq_lens), dtype=torch.int32).to(device, non_blocking=True),
+            max_query_len=max((stop - start for start, stop in pairwise(starts)), default=0),
+            decode_only=starts == list(range(len(starts))) and batch.num_padding_tokens == 0,
+        )
+
+
+class DecoderLayer(nn.Module):
+    """Pre-norm residual layer: attention, then MLP."""
+
+    def __init__(self, input_norm: RMSNorm, attention: Attention, post_attention_norm: RMSNorm, mlp: MLP) -> None:
+        super().__init__()
+        self.input_norm = input_norm
+        self.attention = attention
+        self.post_attention_norm = post_attention_norm
+        self.mlp = mlp
+
+    def forward(self, hidden: torch.Tensor, rotary: Rotary, metadata: AttentionMetadata) -> torch.Tensor:
+        hidden = hidden + self.attention(self.input_norm(hidden), rotary, metadata)
+        return hidden + self.mlp(self.post_attention_norm(hidden))
+
+
+class Attention(nn.Module):
+    """Causal grouped-query attention over a paged cache.
+
+    qkv: this rank's query, key and value heads, fused in that order. q_norm, k_norm: over each head, before the
+    rotation; None: the architecture has none.
+    """
+
+    def __init__(
+        self,
+        num_query_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        qkv: nn.Module,
+        q_norm: RMSNorm | None,
+        k_norm: RMSNorm | None,
+        o: RowParallel,
+    ) -> None:
+        super().__init__()
+        self.heads = (num_query_heads, num_kv_heads, num_kv_heads)
+        self.head_dim = head_dim
+        self.qkv = qkv
+        self.q_norm = q_norm
+        self.k_norm = k_norm
+        self.o = o
+        self.kv_cache: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def allocate_kv_cache(self, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.kv_cache = allocate_kv_cache(
+            num_blocks, block_size, self.heads[1], self.head_dim, dtype=dtype, device=device
+        )
+
+    def forward(self, x: torch.Tensor, rotary: Rotary, metadata: AttentionMetadata) -> torch.Tensor:
+        q, k, v = self.qkv(x).view(x.shape[0], -1, self.head_dim).split(self.heads, dim=1)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        attended = self._attend(rotate(q, rotary), rotate(k, rotary), v, metadata)
+        return self.o(attended.flatten(1))
+
+    def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, metadata: AttentionMetadata) -> torch.Tensor:
+        if self.kv_cache is None:
+            raise RuntimeError("the decoder has no key/value cache: call allocate_kv_cache first")
+        k_cache, v_cache = self.kv_cache
+        write_kv(k, v, k_cache, v_cache, metadata.slot_mapping)
+        if metadata.decode_only:
+            return paged_decode(q, k_cache, v_cache, metadata.block_table, metadata.seq_lens)
+        return paged_prefill(
+            q,
+            k_cache,
+            v_cache,
+            metadata.block_table,
+            metadata.cu_seqlens_q,
+            metadata.seq_lens,
+            max_query_len=metadata.max_query_len,
+        )
+
+
+class MLP(nn.Module):
+    """SiLU-gated MLP (SwiGLU, Shazeer 2020); ``gate_up`` holds this rank's gate rows, then its up rows."""
+
+    def __init__(self, gate_up: nn.Module, down: RowParallel) -> None:
+        super().__init__()
+        self.gate_up = gate_up
+        self.down = down
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        return self.down(F.silu(gate) * up)
+
+
+class RowParallel(nn.Module):
+    """A linear layer whose input features are spread over the ranks; the all-reduce adds their parts up.
+
+    The bias belongs to the sum, so it is added once, after it.
+    """
+
+    def __init__(self, linear: nn.Module, bias: torch.Tensor | None, group: Group | None) -> None:
+        super().__init__()
+        self.linear = linear
+        self.register_buffer("bias", bias)
+        self.group = group
+
+    bias: torch.Tensor | None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.linear(x)
+        if self.group is not None:
+            x = self.group.all_reduce(x)
+        return x if self.bias is None else x + self.bias
+
+
+class RMSNorm(nn.Module):
+    """Root mean square layer norm (Zhang and Sennrich 2019) over the last dimension, computed in FP32."""
+
+    def __init__(self, weight: torch.Tensor, eps: float) -> None:
+        super().__init__()
+        self.register_buffer("weight", weight)
+        self.eps = eps
+
+    weight: torch.Tensor
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        normed = x.float()
+        normed = normed * torch.rsqrt(normed.square().mean(-1, keepdim=True) + self.eps)
+        return self.weight * normed.to(x.dtype)
+
+
+def rotate(x: torch.Tensor, rotary: Rotary) -> torch.Tensor:
+    """Rotates the pairs (i, i + head_dim / 2) of each head by its token's angles.
+
+    x [tokens, heads, head_dim]; rotary: cosines and sines, [tokens, head_dim / 2] each, in the dtype of x.
+    """
+    cos, sin = (part[:, None, :] for part in rotary)
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)

@@ -1,0 +1,73 @@
+"""Where a checkpoint's tensors come from, read in slices so that a rank touches only its own part."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from tpoverlap.errors import ConfigError
+
+
+class TensorSource(Protocol):
+    """Tensors by their Hugging Face names, on the CPU, in the dtype that they are stored in."""
+
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        """None where the checkpoint has no such tensor."""
+        ...
+
+    def rows(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """Entries ``start`` to ``stop`` of the first dimension. A source may permute rows inside attention heads, so
+        slices of query and key projections hold whole heads."""
+        ...
+
+    def columns(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """Entries ``start`` to ``stop`` of the second dimension."""
+        ...
+
+
+def open_source(path: str | Path) -> TensorSource:
+    """The tensors of a GGUF file or of a folder with safetensors files.
+
+    Errors: ConfigError where there are none, or where a file cannot be read as what its name says.
+    """
+    path = Path(path)
+    if path.suffix == ".gguf":
+        from tpoverlap.model.gguf_file import GGUFSource
+
+        return GGUFSource(path)
+    return SafetensorsSource(path)
+
+
+class SafetensorsSource:
+    """The ``*.safetensors`` files of a folder, memory-mapped."""
+
+    def __init__(self, folder: Path) -> None:
+        from safetensors import SafetensorError, safe_open
+
+        index = folder / "model.safetensors.index.json"
+        try:
+            if index.is_file():
+                paths = sorted({folder / name for name in json.loads(index.read_text())["weight_map"].values()})
+            else:
+                paths = sorted(folder.glob("*.safetensors"))
+            self._files: dict[str, Any] = {}
+            for path in paths:
+                file = safe_open(path, framework="pt", device="cpu")
+                self._files.update(dict.fromkeys(file.keys(), file))
+        except (OSError, ValueError, KeyError, AttributeError, SafetensorError) as error:
+            raise ConfigError(f"the weights in {folder} cannot be read: {error}") from None
+        if not self._files:
+            raise ConfigError(f"{folder} has no *.safetensors file: convert the checkpoint with save_pretrained")
+
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        file = self._files.get(name)
+        return None if file is None else tuple(file.get_slice(name).get_shape())
+
+    def rows(self, name: str, start: int, stop: int) -> torch.Tensor:
+        return self._files[name].get_slice(name)[start:stop]
+
+    def columns(self, name: str, start: int, stop: int) -> torch.Tensor:
+        return self._files[name].get_slice(name)[:, start:stop]
