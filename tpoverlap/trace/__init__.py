@@ -1,0 +1,6 @@
+"""What a run looked like: timelines, exposed communication, and reports as HTML, PNG and Chrome trace."""
+
+from tpoverlap.trace.exposed import exposed_communication
+from tpoverlap.trace.timeline import RankSummary, Timeline
+
+__all__ = ["RankSummary", "Timeline", "exposed_communication"]
