@@ -157,10 +157,14 @@ class Channel:
         self._delivered = True
         return failure.error(self.name)
 
-    def abort(self, why: str) -> None:
-        """Ends the call under way on every rank with CollectiveAbortedError. Any thread may call it."""
+    def abort(self, why: str, raised: bool = False) -> None:
+        """Ends the call under way on every rank with CollectiveAbortedError. Any thread may call it.
+
+        raised: this rank's caller gets an exception anyway.
+        """
         if self._destroyed or os.getpid() != self._pid:
             return
+        self._delivered = self._delivered or raised
         self.fail(FailureKind.ABORTED, self.rank, f"aborted: {why}")
 
     def fail(self, kind: FailureKind, culprit: int, detail: str) -> None:

@@ -19,7 +19,7 @@ from tpoverlap.comm.rendezvous import StoreExchange
 from tpoverlap.comm.scheduler import current_scheduler
 from tpoverlap.comm.torch_fallback import TorchProvider
 from tpoverlap.config import HostReduceConfig
-from tpoverlap.errors import ChannelError, ConfigError
+from tpoverlap.errors import ChannelError, ConfigError, UnsupportedError
 
 logger = logging.getLogger("tpoverlap")
 
@@ -112,6 +112,7 @@ class GroupCoordinator:
         torch.distributed. out: of x's shape, dtype and device; may be x itself, but not overlap it otherwise. In a
         group of one rank the result is ``x`` (or ``out`` filled from it). Raises ValueError for an unfit ``out``.
         """
+        _check_inference(x)
         _check_out(x, out)
         if self.world_size == 1:
             return x if out is None else out.copy_(x)
@@ -213,10 +214,13 @@ class GroupCoordinator:
         if self._channel is not None:
             self._channel.check()
 
-    def abort(self, why: str) -> None:
-        """Ends collectives under way, on every rank, with CollectiveAbortedError. May be called from any thread."""
+    def abort(self, why: str, *, raised: bool = False) -> None:
+        """Ends collectives under way, on every rank, with CollectiveAbortedError. May be called from any thread.
+
+        raised: this rank's caller gets an exception anyway, so that the failure counts as delivered here.
+        """
         if self._channel is not None:
-            self._channel.abort(why)
+            self._channel.abort(why, raised)
 
     def reset(self) -> None:
         """Makes the group work again after an abort, a timeout or a mismatch. Collective: every rank calls it.
@@ -319,6 +323,13 @@ def _checked_ranks(ranks: Sequence[int]) -> list[int]:
     if dist.get_rank() not in checked:
         raise ConfigError(f"rank {dist.get_rank()} is not in ranks={checked}: only members make the coordinator")
     return checked
+
+
+def _check_inference(x: torch.Tensor) -> None:
+    if x.requires_grad and torch.is_grad_enabled():
+        raise UnsupportedError(
+            "collectives carry no gradient: run under torch.no_grad() or torch.inference_mode(), or detach the tensor"
+        )
 
 
 def _check_out(x: torch.Tensor, out: torch.Tensor | None) -> None:

@@ -47,3 +47,14 @@ class RunStats:
     @property
     def num_pieces(self) -> int:
         return len(self.piece_tokens)
+
+    def add_up(self) -> None:
+        """Fills the totals from the intervals."""
+        seconds = {"compute": 0.0, "communication": 0.0, "exposed": 0.0, "handover": 0.0}
+        for interval in self.intervals:
+            seconds[interval.kind] += interval.end_s - interval.start_s
+        self.compute_s, self.communication_s = seconds["compute"], seconds["communication"]
+        self.exposed_s, self.handover_s = seconds["exposed"], seconds["handover"]
+        collectives = [i for i in self.intervals if i.kind == "communication"]
+        self.num_collectives = len(collectives)
+        self.collective_bytes = sum(i.num_bytes for i in collectives)

@@ -1,0 +1,157 @@
+"""Runs a forward pass in pieces, so that one piece's collectives hide behind the other pieces' compute.
+
+Each piece runs in a thread of its own, because it must stop deep inside unmodified model code; exactly one piece
+issues work at a time, in piece order, and hands over where it calls a collective.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import threading
+import time
+import weakref
+from contextlib import nullcontext
+
+from tpoverlap.comm import GroupCoordinator
+from tpoverlap.config import OverlapConfig
+from tpoverlap.errors import UnsupportedError
+from tpoverlap.microbatch.batch import Batch
+from tpoverlap.microbatch.comm_lane import CpuCommLane
+from tpoverlap.microbatch.runs import Forward, Output, PieceContext, SplitRun, WholeRun
+from tpoverlap.microbatch.split import split_tokens
+from tpoverlap.microbatch.stats import RunStats
+from tpoverlap.microbatch.worker import Worker
+
+# Pieces of an "auto" run, until segment times are measured.
+_AUTO_PIECES = 2
+
+
+class MicroBatchExecutor:
+    """Runs forward passes over a group's ranks in overlapping pieces.
+
+    group: whose collectives the forward pass calls; every rank makes an executor with the same arguments and runs
+    the same batches. config: when and how to cut. state_block, balance_position: see
+    :func:`~tpoverlap.microbatch.split.split_tokens`. One thread at a time calls :meth:`run`.
+    """
+
+    def __init__(
+        self,
+        group: GroupCoordinator,
+        config: OverlapConfig | None = None,
+        *,
+        state_block: int | None = None,
+        balance_position: float = math.inf,
+    ) -> None:
+        self._group = group
+        self._config = config or OverlapConfig()
+        self._state_block = state_block
+        self._balance_position = balance_position
+        self._workers: list[Worker] = []
+        self._lane: CpuCommLane | None = None
+        self._running = threading.Lock()
+        self.stats = RunStats(num_tokens=0, piece_tokens=())
+        """Of the last run, also of one that failed."""
+
+    def run(self, forward: Forward, batch: Batch, *, piece_context: PieceContext | None = None) -> Output:
+        """``forward(batch)``, in pieces where that is possible; the pieces' outputs joined along tokens.
+
+        forward: takes a Batch and returns a tensor, or a tuple of tensors, with one row a token. piece_context: makes
+        a context manager for a piece; it is entered at every resume of the piece and left at every hand-over, for
+        engines that keep a batch's metadata in globals. Where kernels are batch-invariant the result is the unsplit
+        run's, bit for bit.
+
+        The first exception of a piece (or of the unsplit run) is raised here as it was; the other ranks' collectives
+        then end with CollectiveAbortedError, and the next run of all ranks resets the group. PieceMismatchError: the
+        pieces made different numbers of collectives.
+        """
+        if not self._running.acquire(blocking=False):
+            raise UnsupportedError("this executor is already running a batch: one thread at a time may call run")
+        try:
+            self._recover()
+            pieces, reason = self._pieces(batch)
+            self.stats = stats = RunStats(
+                num_tokens=batch.num_tokens,
+                piece_tokens=tuple(p.num_tokens for p in pieces),
+                bypass_reason=reason,
+            )
+            run = WholeRun(stats) if reason else self._split_run(len(pieces), stats)
+            started_s = time.perf_counter()
+            try:
+                output = run.execute(forward, pieces, piece_context or (lambda piece: nullcontext()))
+                self._group.check()
+                return output
+            except BaseException as e:
+                # Peers may already wait for this rank's next collective, and a piece of this rank for theirs.
+                self._group.abort(f"{type(e).__name__} on rank {self._group.rank}: {e}", raised=True)
+                run.settle()
+                raise
+            finally:
+                stats.wall_s = time.perf_counter() - started_s
+                stats.add_up()
+        finally:
+            self._running.release()
+
+    def close(self) -> None:
+        """Ends the worker threads. The executor makes new ones if it runs again."""
+        for worker in self._workers:
+            worker.close()
+        self._workers.clear()
+        if self._lane is not None:
+            self._lane.close()
+            self._lane = None
+
+    def _recover(self) -> None:
+        if not self._group.failed:
+            return
+        if not self._group.failure_delivered:
+            self._group.check()
+        self._group.reset()
+
+    def _pieces(self, batch: Batch) -> tuple[list[Batch], str | None]:
+        reason = self._bypass_reason(batch)
+        if reason is None:
+            count = _AUTO_PIECES if self._config.num_pieces == "auto" else self._config.num_pieces
+            cut = split_tokens(
+                batch.query_start_loc,
+                batch.seq_lens,
+                num_pieces=count,
+                cut_multiple=self._config.cut_multiple,
+                state_block=self._state_block,
+                balance_position=self._balance_position,
+            )
+            if len(cut) > 1:
+                return [batch.piece(p) for p in cut], None
+            reason = "no_valid_cut"
+        return [batch], reason
+
+    def _bypass_reason(self, batch: Batch) -> str | None:
+        """Why the batch runs whole; a function of what all ranks share."""
+        starts = batch.query_start_loc
+        if self._group.world_size == 1:
+            return "world_size_1"
+        if self._config.min_tokens == 0:
+            return "off"
+        if batch.num_tokens < self._config.min_tokens:
+            return "below_min_tokens"
+        if batch.num_draft_tokens:
+            return "draft_tokens"
+        if batch.num_padding_tokens:
+            return "padded"
+        if all(b - a <= 1 for a, b in itertools.pairwise(starts)):
+            return "decode_only"
+        return None
+
+    def _split_run(self, num_pieces: int, stats: RunStats) -> SplitRun:
+        if self._group.device.type != "cpu":
+            raise UnsupportedError(
+                f"overlap on {self._group.device.type} devices is not supported yet: set OverlapConfig(min_tokens=0)"
+            )
+        if self._lane is None:
+            self._lane = CpuCommLane("tpoverlap-comm")
+            weakref.finalize(self, self._lane.close).atexit = False
+        while len(self._workers) < num_pieces:
+            worker = Worker(f"tpoverlap-piece-{len(self._workers)}")
+            weakref.finalize(self, worker.close).atexit = False
+            self._workers.append(worker)
+        return SplitRun(self._workers[:num_pieces], self._lane, stats)

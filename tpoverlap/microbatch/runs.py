@@ -1,0 +1,265 @@
+"""One run of a batch: whole, or in pieces that hand over to each other at every collective."""
+
+from __future__ import annotations
+
+import contextvars
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol, TypeVar
+
+import torch
+
+from tpoverlap.comm import use_scheduler
+from tpoverlap.errors import PieceMismatchError, UnsupportedError
+from tpoverlap.microbatch.batch import Batch
+from tpoverlap.microbatch.comm_lane import CpuCommLane, PendingCollective
+from tpoverlap.microbatch.stats import Interval, RunStats
+from tpoverlap.microbatch.thread_state import ThreadState
+from tpoverlap.microbatch.worker import Worker
+
+T = TypeVar("T")
+Output = torch.Tensor | tuple[torch.Tensor, ...]
+Forward = Callable[[Batch], Output]
+PieceContext = Callable[[Batch], AbstractContextManager[Any]]
+
+
+class Run(Protocol):
+    """A way to run a batch."""
+
+    def execute(self, forward: Forward, pieces: list[Batch], piece_context: PieceContext) -> Output: ...
+
+    def settle(self) -> None:
+        """After a failure: returns once nothing of the run is at work any more."""
+        ...
+
+
+class WholeRun:
+    """Runs the batch in the caller's thread, each collective at once, and takes the times."""
+
+    def __init__(self, stats: RunStats) -> None:
+        self._stats = stats
+        self._segment_start_s = 0.0
+        self._collectives = 0
+
+    def execute(self, forward: Forward, pieces: list[Batch], piece_context: PieceContext) -> Output:
+        with use_scheduler(self), piece_context(pieces[0]):
+            self._segment_start_s = time.perf_counter()
+            output = forward(pieces[0])
+            self._record("compute", "segment", self._segment_start_s, time.perf_counter())
+        return output
+
+    def run(self, name: str, inputs: Sequence[torch.Tensor], launch: Callable[[], T]) -> T:
+        start_s = time.perf_counter()
+        self._record("compute", "segment", self._segment_start_s, start_s)
+        result = launch()
+        end_s = self._segment_start_s = time.perf_counter()
+        self._record("communication", name, start_s, end_s, num_bytes(inputs))
+        self._record("exposed", name, start_s, end_s)
+        self._collectives += 1
+        return result
+
+    def settle(self) -> None:
+        pass
+
+    def _record(self, kind: Any, name: str, start_s: float, end_s: float, size: int = 0) -> None:
+        self._stats.intervals.append(Interval(kind, 0, name, start_s, end_s, size, self._collectives))
+
+
+class PieceStopped(BaseException):
+    """Unwinds a piece whose run has failed elsewhere. Not an Exception, so that model code does not swallow it."""
+
+
+class SplitRun:
+    """Runs the pieces in one worker thread each; exactly one of them is at work at any time.
+
+    A piece keeps the turn until it calls a collective. That is handed to the communication lane, then the turn goes
+    to the next piece; once it is back, the piece waits for its collective. So segment j of piece k is always issued
+    after segment j of piece k - 1, whose cache writes it may read.
+    """
+
+    def __init__(self, workers: list[Worker], lane: CpuCommLane, stats: RunStats) -> None:
+        self._workers = workers
+        self._lane = lane
+        self._stats = stats
+        self._state = ThreadState.of_this_thread()
+        # A piece's turn: its semaphore is released when the turn comes to it.
+        self._turns = [threading.Semaphore(0) for _ in workers]
+        self._finished = [False] * len(workers)
+        self._counts = [0] * len(workers)
+        self._outputs: list[Any] = [None] * len(workers)
+        self._pending: list[PendingCollective | None] = [None] * len(workers)
+        self._idle = [threading.Event() for _ in workers]
+        self._error: BaseException | None = None
+        self._stopped = False
+        self._lock = threading.Lock()
+        self._handed_over_s: float | None = None
+
+    def execute(self, forward: Forward, pieces: list[Batch], piece_context: PieceContext) -> Output:
+        for k, (worker, piece) in enumerate(zip(self._workers, pieces, strict=True)):
+            context = contextvars.copy_context()
+            scheduler = _PieceScheduler(self, k, piece, piece_context)
+
+            def task(k: int = k, context: Any = context, scheduler: _PieceScheduler = scheduler) -> None:
+                try:
+                    context.run(self._run_piece, k, forward, scheduler)
+                finally:
+                    self._idle[k].set()
+
+            self._idle[k].clear()
+            worker.start(task)
+        self._turns[0].release()
+        for idle in self._idle:
+            idle.wait()
+        if self._error is not None:
+            raise self._error
+        return _join(self._outputs)
+
+    def settle(self) -> None:
+        # An interrupt of the caller comes here while the pieces are at work.
+        self._stop(None)
+        for idle in self._idle:
+            idle.wait()
+        for pending in self._pending:
+            if pending is not None:
+                pending.wait()
+
+    def _run_piece(self, k: int, forward: Forward, scheduler: _PieceScheduler) -> None:
+        try:
+            self._take_turn(k)
+            with self._state.applied(), use_scheduler(scheduler):
+                self._outputs[k] = scheduler.run_forward(forward)
+            self._check_counts(k)
+            self._finished[k] = True
+            self._pass_turn(k)
+        except PieceStopped:
+            pass
+        except BaseException as e:
+            self._stop(e)
+
+    # Turns
+
+    def _take_turn(self, k: int) -> None:
+        self._turns[k].acquire()
+        if self._stopped:
+            raise PieceStopped
+        if self._handed_over_s is not None:
+            self.record("handover", k, "handover", self._handed_over_s, time.perf_counter())
+            self._handed_over_s = None
+
+    def _pass_turn(self, k: int) -> None:
+        count = len(self._workers)
+        for q in ((k + i) % count for i in range(1, count + 1)):
+            if not self._finished[q]:
+                self._handed_over_s = time.perf_counter() if q != k else None
+                self._turns[q].release()
+                return
+
+    def _stop(self, error: BaseException | None) -> None:
+        """Ends the run: the first error is kept, the other pieces stop where they next take their turn."""
+        with self._lock:
+            if self._error is None:
+                self._error = error
+            self._stopped = True
+        for turn in self._turns:
+            turn.release()
+
+    # Collectives
+
+    def collective(self, k: int, name: str, inputs: Sequence[torch.Tensor], launch: Callable[[], T]) -> T:
+        index = self._counts[k]
+        ended = next((q for q, done in enumerate(self._finished) if done), None)
+        if ended is not None:
+            raise PieceMismatchError(
+                f"piece {ended} ended after {self._counts[ended]} collectives, piece {k} calls number {index + 1} "
+                f"({name}): every piece must make the same collectives"
+            )
+        self._counts[k] += 1
+        pending = self._pending[k] = self._lane.submit(launch, self._state, lambda: self._stopped)
+        self._pass_turn(k)
+        self._take_turn(k)
+        waiting_s = time.perf_counter()
+        result: T = pending.result()
+        if self._stopped:
+            raise PieceStopped
+        resumed_s = time.perf_counter()
+        self.record("communication", k, name, pending.start_s, pending.end_s, num_bytes(inputs), index)
+        self.record("exposed", k, name, waiting_s, resumed_s, 0, index)
+        return result
+
+    def _check_counts(self, k: int) -> None:
+        """A piece that ends must have made as many collectives as those before it have, or will have."""
+        mine = self._counts[k]
+        for q, count in enumerate(self._counts):
+            if (self._finished[q] and count != mine) or count > mine:
+                raise PieceMismatchError(
+                    f"piece {k} ended after {mine} collectives, piece {q} has made {count}: "
+                    "every piece must make the same collectives"
+                )
+
+    def record(self, kind: Any, k: int, name: str, start_s: float, end_s: float, size: int = 0, index: int = 0) -> None:
+        self._stats.intervals.append(Interval(kind, k, name, start_s, end_s, size, index))
+
+
+class _PieceScheduler:
+    """The CollectiveScheduler of one piece's thread."""
+
+    def __init__(self, run: SplitRun, k: int, piece: Batch, piece_context: PieceContext) -> None:
+        self._run = run
+        self._k = k
+        self._piece = piece
+        self._piece_context = piece_context
+        self._context: AbstractContextManager[Any] | None = None
+        self._segment_start_s = 0.0
+        self._segment = 0
+
+    def run_forward(self, forward: Forward) -> Output:
+        self._resume()
+        try:
+            output = forward(self._piece)
+        except BaseException as e:
+            self._suspend(e)
+            raise
+        self._suspend()
+        return output
+
+    def run(self, name: str, inputs: Sequence[torch.Tensor], launch: Callable[[], T]) -> T:
+        self._suspend()
+        result = self._run.collective(self._k, name, inputs, launch)
+        self._resume()
+        return result
+
+    def _resume(self) -> None:
+        context = self._piece_context(self._piece)
+        context.__enter__()
+        self._context = context
+        self._segment_start_s = time.perf_counter()
+
+    def _suspend(self, error: BaseException | None = None) -> None:
+        """Ends a segment. Does nothing when the piece fails between two segments, where no context is entered."""
+        context, self._context = self._context, None
+        if context is None:
+            return
+        self._run.record("compute", self._k, "segment", self._segment_start_s, time.perf_counter(), index=self._segment)
+        self._segment += 1
+        context.__exit__(*((type(error), error, error.__traceback__) if error else (None, None, None)))
+
+
+def num_bytes(tensors: Sequence[torch.Tensor]) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors)
+
+
+def _join(outputs: list[Any]) -> Output:
+    """The pieces' outputs, one row a token, as those of the whole batch."""
+    first = outputs[0]
+    if all(isinstance(o, torch.Tensor) for o in outputs):
+        return torch.cat(outputs)
+    if all(
+        isinstance(o, tuple) and len(o) == len(first) and all(isinstance(t, torch.Tensor) for t in o) for o in outputs
+    ):
+        return tuple(torch.cat(parts) for parts in zip(*outputs, strict=True))
+    raise UnsupportedError(
+        f"forward returned {sorted({type(o).__name__ for o in outputs})}: a tensor, or a tuple of tensors of one "
+        "length, with one row a token, is supported"
+    )
