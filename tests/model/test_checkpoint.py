@@ -10,12 +10,13 @@ import torch
 from gguf import GGMLQuantizationType, GGUFWriter, quants
 from safetensors.torch import load_file, save_file
 from tiny_models import ThreadGroup, make_model, run_ranks, save_model
+from transformers import AutoConfig
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from tpoverlap.attention import BlockTables
 from tpoverlap.errors import ConfigError, UnsupportedError
 from tpoverlap.model.checkpoint import load_decoder
-from tpoverlap.model.config import load_config
+from tpoverlap.model.config import from_transformers, load_config
 from tpoverlap.model.decoder import Decoder
 from tpoverlap.model.linears import DenseLinear
 from tpoverlap.model.reference import load_reference
@@ -237,6 +238,22 @@ def _gguf_type(value: object) -> tuple[object, ...]:
     from gguf import GGUFValueType
 
     return (GGUFValueType.STRING if isinstance(value, str) else GGUFValueType.UINT32,)
+
+
+@pytest.mark.parametrize(("family", "head_dim"), [("llama", 24), ("qwen2", 16), ("qwen3", 128)])
+def test_gguf_configuration_is_that_of_transformers(tmp_path: Path, family: str, head_dim: int) -> None:
+    model = make_model(family, 23, head_dim=head_dim, tie_word_embeddings=family == "qwen2")
+    write_gguf(tmp_path / "model.gguf", family, model, q4=False)
+    assert load_config(tmp_path / "model.gguf") == from_transformers(
+        AutoConfig.from_pretrained(tmp_path, gguf_file="model.gguf")
+    )
+
+
+def test_the_head_size_of_a_gguf_file_is_that_of_its_tensors(tmp_path: Path) -> None:
+    model = make_model("qwen3", 24, head_dim=32)
+    write_gguf(tmp_path / "model.gguf", "qwen3", model, q4=False)
+    expected = transformers_logits(model)
+    assert (logits_of(load_decoder(tmp_path / "model.gguf", weights="fp32")) - expected).abs().max() <= 1e-3
 
 
 @pytest.mark.parametrize("q4", [False, True])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -49,38 +49,41 @@ def load_config(path: str | Path) -> DecoderConfig:
     """Reads the configuration of a checkpoint: a Hugging Face folder (config.json) or a GGUF file.
 
     Errors: ConfigError where ``path`` is neither; UnsupportedError as :func:`from_transformers`, and for GGUF files
-    that store scaled rotary positions or experts, which transformers does not read from there.
+    that store scaled rotary positions or experts.
     """
     return from_transformers(load_transformers_config(path))
 
 
 def load_transformers_config(path: str | Path) -> PretrainedConfig:
-    """The checkpoint's configuration as transformers reads it, once its architecture is known to be supported."""
+    """The checkpoint's configuration as transformers has it; errors as :func:`load_config`, but for its features."""
     path = Path(path)
-    if path.is_file() and path.suffix == ".gguf":
-        from tpoverlap.model.gguf_file import check_gguf
-
-        check_gguf(path)
-        where: dict[str, Any] = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
-    elif (path / "config.json").is_file():
-        try:
-            stored = json.loads((path / "config.json").read_text(encoding="utf-8"))
-            model_type = str(stored["model_type"])
-        except (ValueError, KeyError, TypeError) as error:
-            raise ConfigError(f"{path / 'config.json'} is no model configuration: {error!r}") from None
-        check_architecture(model_type)
-        where = {"pretrained_model_name_or_path": str(path)}
-    else:
+    is_gguf = path.is_file() and path.suffix == ".gguf"
+    if not is_gguf and not (path / "config.json").is_file():
         raise ConfigError(
             f"no model at {path}: give a Hugging Face folder (config.json and *.safetensors) or a .gguf file"
         )
-    from huggingface_hub.errors import StrictDataclassError  # what transformers checks field types and values with
-    from transformers import AutoConfig
+    from huggingface_hub.errors import StrictDataclassError  # how transformers rejects field types and values
+
+    from tpoverlap.model.gguf_file import read_gguf_config
 
     try:
-        return AutoConfig.from_pretrained(**where)
+        return read_gguf_config(path) if is_gguf else _read_folder(path)
+    except ConfigError:
+        raise
     except (StrictDataclassError, ValueError, TypeError, KeyError, ArithmeticError) as error:
         raise ConfigError(f"transformers rejects the configuration of {path}: {' '.join(str(error).split())}") from None
+
+
+def _read_folder(path: Path) -> PretrainedConfig:
+    try:
+        stored = json.loads((path / "config.json").read_text(encoding="utf-8"))
+        model_type = str(stored["model_type"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{path / 'config.json'} is no model configuration: {error!r}") from None
+    check_architecture(model_type)
+    from transformers import AutoConfig
+
+    return AutoConfig.from_pretrained(path)
 
 
 def from_transformers(config: PretrainedConfig) -> DecoderConfig:

@@ -13,22 +13,61 @@ from tpoverlap.model.config import check_architecture
 
 if TYPE_CHECKING:
     from gguf import GGUFReader
+    from transformers import PretrainedConfig
 
 
-def check_gguf(path: Path) -> None:
-    """Errors: ConfigError where ``path`` is no GGUF file; UnsupportedError for an architecture that the decoder does
-    not have, for experts, and for scaled rotary positions, which transformers does not read from GGUF files."""
+def read_gguf_config(path: Path) -> PretrainedConfig:
+    """The configuration that the file's metadata describe.
+
+    Made here, from the reader that the weights come from too: transformers would parse the whole vocabulary again, and
+    takes Qwen3's head size to be 128.
+
+    Errors: ConfigError where ``path`` is no GGUF file or lacks a field; UnsupportedError for an architecture that the
+    decoder does not have, for experts and for scaled rotary positions.
+    """
+    from transformers import AutoConfig
+
     reader = _open(path)
-    architecture = _field(reader, "general.architecture")
-    check_architecture(str(architecture))
+    architecture = str(_field(reader, "general.architecture"))
+    check_architecture(architecture)
     if _field(reader, f"{architecture}.expert_count"):
         raise UnsupportedError(f"{path} is a mixture of experts ({architecture}): only dense models are supported")
+    shapes = {tensor.name: tensor.shape for tensor in reader.tensors}
     scaling = _field(reader, f"{architecture}.rope.scaling.type")
-    if scaling not in (None, "none") or any(tensor.name == "rope_freqs.weight" for tensor in reader.tensors):
+    if scaling not in (None, "none") or "rope_freqs.weight" in shapes:
         raise UnsupportedError(
             f"{path} scales its rotary positions, which is not supported in GGUF files: "
             "give the Hugging Face folder of this model"
         )
+
+    def required(key: str) -> Any:
+        value = _field(reader, f"{architecture}.{key}")
+        if value is None:
+            raise ConfigError(f"{path} lacks the field {architecture}.{key}: it is no complete model")
+        return value
+
+    for name in ("token_embd.weight", "blk.0.attn_q.weight"):
+        if name not in shapes:
+            raise ConfigError(f"{path} has no tensor {name}: it is no complete model")
+    heads = required("attention.head_count")
+    return AutoConfig.for_model(
+        architecture,
+        vocab_size=int(shapes["token_embd.weight"][-1]),
+        hidden_size=required("embedding_length"),
+        intermediate_size=required("feed_forward_length"),
+        num_hidden_layers=required("block_count"),
+        num_attention_heads=heads,
+        num_key_value_heads=_field(reader, f"{architecture}.attention.head_count_kv") or heads,
+        head_dim=int(shapes["blk.0.attn_q.weight"][-1]) // heads,  # the field for it is optional
+        max_position_embeddings=required("context_length"),
+        rms_norm_eps=required("attention.layer_norm_rms_epsilon"),
+        rope_parameters={
+            "rope_type": "default",
+            "rope_theta": _field(reader, f"{architecture}.rope.freq_base") or 10_000.0,
+        },
+        tie_word_embeddings="output.weight" not in shapes,
+        attention_bias="blk.0.attn_q.bias" in shapes,
+    )
 
 
 class GGUFSource:
@@ -39,13 +78,7 @@ class GGUFSource:
 
         reader = _open(path)
         self._architecture = str(_field(reader, "general.architecture"))
-        self._head_counts = {
-            "attn_q": int(_field(reader, f"{self._architecture}.attention.head_count")),
-            "attn_k": int(
-                _field(reader, f"{self._architecture}.attention.head_count_kv")
-                or _field(reader, f"{self._architecture}.attention.head_count")
-            ),
-        }
+        self._head_dim = read_gguf_config(path).head_dim if self._architecture == "llama" else 0
         arch = next(key for key, name in MODEL_ARCH_NAMES.items() if name == self._architecture)
         self._names = get_tensor_name_map(arch, int(_field(reader, f"{self._architecture}.block_count")))
         self._tensors = {tensor.name: tensor for tensor in reader.tensors}
@@ -61,8 +94,9 @@ class GGUFSource:
         tensor = self._tensors[stored]
         # Quantization blocks lie along a row, so a slice of rows decodes alone.
         values = torch.from_numpy(dequantize(tensor.data[start:stop], tensor.tensor_type).copy())
-        heads = self._head_counts.get(stored.split(".")[-2]) if self._architecture == "llama" else None
-        return values if heads is None else _split_rotary_halves(values, int(tensor.shape[-1]) // heads)
+        if self._head_dim and stored.split(".")[-2] in ("attn_q", "attn_k"):
+            return _split_rotary_halves(values, self._head_dim)
+        return values
 
     def columns(self, name: str, start: int, stop: int) -> torch.Tensor:
         shape = self.shape(name)
