@@ -1,0 +1,51 @@
+"""Run by test_nvfp4_interpreter.py under TRITON_INTERPRET=1."""
+
+import torch
+from nvfp4_reference import GLOBAL_SCALES, all_codes, assert_same_bits, random_weight
+
+from tpoverlap.quant.nvfp4 import dequantize, to_qpn2, torch_backend, triton_backend
+from tpoverlap.quant.nvfp4.tiles import Tile
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def main() -> None:
+    passed = 0
+
+    def check(t, row_major, dtype, tile) -> None:  # type: ignore[no-untyped-def]
+        nonlocal passed
+        wanted = torch.empty(t.shape, dtype=dtype)
+        torch_backend.dequantize_into(row_major, wanted)
+        got = torch.full(t.shape, 7.0, dtype=dtype)
+        triton_backend.dequantize_into(t, got, tile)
+        assert_same_bits(got, wanted, f"{type(t).__name__} {t.shape} {dtype} {tile}")
+        passed += 1
+
+    for global_scale in GLOBAL_SCALES:
+        t = all_codes(global_scale)
+        for dtype in DTYPES:
+            check(t, t, dtype, Tile(256, 4))
+            check(to_qpn2(t), t, dtype, Tile(2, 4))
+    for groups in (16, 64, 512):
+        for shape in ((7, 48), (33, 160)):
+            for per_row in (False, True):
+                t = random_weight(*shape, seed=groups, per_row=per_row, nan_scales=True)
+                check(t, t, torch.float16, Tile(groups, 4))
+                check(t, t, torch.bfloat16, Tile(groups, 4))
+    for groups in (1, 4, 16, 64):
+        for per_row in (False, True):
+            t = random_weight(64, 176, seed=groups, per_row=per_row, nan_scales=True)
+            check(to_qpn2(t), t, torch.float16, Tile(groups, 4))
+            check(to_qpn2(t), t, torch.float32, Tile(groups, 4))
+    t = random_weight(5, 32, seed=1)
+    for dtype in DTYPES:
+        assert_same_bits(dequantize(t, dtype, backend="triton"), dequantize(t, dtype, backend="torch"))
+        passed += 1
+    t = random_weight(9, 64, seed=2).slice_rows(3, 8)
+    check(t, t, torch.float16, None)
+    assert dequantize(random_weight(0, 32, seed=3), backend="triton").shape == (0, 32)
+    print(f"interpreter cases passed: {passed}")
+
+
+if __name__ == "__main__":
+    main()

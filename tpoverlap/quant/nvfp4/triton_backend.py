@@ -1,0 +1,91 @@
+"""Dequantization by Triton kernels, on CUDA and under Triton's interpreter."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.util
+import os
+
+import torch
+
+from tpoverlap.quant.nvfp4.format import GROUP, NVFP4Tensor
+from tpoverlap.quant.nvfp4.qpn2 import TILE_ROWS, QPN2Tensor
+from tpoverlap.quant.nvfp4.tiles import Tile, tile_for
+
+
+def rejection(device: torch.device) -> str | None:
+    """Why these kernels cannot run on tensors of ``device``; None if they can."""
+    if not _installed():
+        return "Triton is not installed: pip install 'tpoverlap[cuda]'"
+    if device.type != "cuda" and not _interpreted():
+        return f"Triton needs a CUDA tensor, got one on {device} (TRITON_INTERPRET=1 runs the kernels on CPU)"
+    return None
+
+
+def dequantize_into(t: NVFP4Tensor | QPN2Tensor, out: torch.Tensor, tile: Tile | None = None) -> None:
+    """Write the values of ``t`` into the contiguous FP32, FP16 or BF16 ``out`` [N, K].
+
+    ``tile``: what one program takes; by default what the device's table entry says.
+    """
+    n, k = t.shape
+    if not n * k:
+        return
+    from tpoverlap.quant.nvfp4 import triton_kernels as kernels
+
+    capability = _capability(t.device)
+    if out.dtype == torch.bfloat16 and capability < (8, 0):
+        out = out.view(torch.int16)  # no BF16 conversion instruction: the kernel rounds by integer operations
+    groups_per_row = k // GROUP
+    words = _as_words(t.codes)
+    scales = t.scales.view(torch.uint8)
+    per_row = t.global_scale.ndim == 1
+    with torch.cuda.device(t.device) if t.device.type == "cuda" else contextlib.nullcontext():
+        if isinstance(t, QPN2Tensor):
+            tile = tile or tile_for("qpn2", capability)
+            grid: tuple[int, ...] = (-(-groups_per_row // tile.groups), n // TILE_ROWS)
+            kernels.dequantize_qpn2[grid](
+                words,
+                scales,
+                t.global_scale,
+                out,
+                groups_per_row,
+                PER_ROW=per_row,
+                GROUPS=tile.groups,
+                num_warps=tile.num_warps,
+            )
+        else:
+            tile = tile or tile_for("row_major", capability)
+            num_groups = n * groups_per_row
+            grid = (-(-num_groups // tile.groups),)
+            kernels.dequantize_row_major[grid](
+                words,
+                scales,
+                t.global_scale,
+                out,
+                num_groups,
+                groups_per_row,
+                PER_ROW=per_row,
+                GROUPS=tile.groups,
+                num_warps=tile.num_warps,
+            )
+
+
+def _as_words(codes: torch.Tensor) -> torch.Tensor:
+    """The code bytes as int32 words; copied where they do not start on a word."""
+    return (codes.clone() if codes.data_ptr() % 4 else codes).view(torch.int32)
+
+
+@functools.cache
+def _installed() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def _interpreted() -> bool:
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+@functools.cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    """The device's compute capability; (0, 0) for the interpreter, which has no instructions of any."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)

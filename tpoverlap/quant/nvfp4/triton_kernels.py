@@ -1,0 +1,104 @@
+"""Triton kernels that dequantize NVFP4. Imported only where Triton is wanted.
+
+Codes and scales are decoded by integer operations, so that every GPU and the interpreter give the bits of the torch
+path: the exponent and mantissa of a small float are moved to their places in an FP32 whose exponent is then too small
+by a constant, and one exact multiplication by a power of two restores it, subnormals included.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+_TWO_TO_120 = tl.constexpr(2.0**120)
+_TWO_TO_126 = tl.constexpr(2.0**126)
+_SIGN_AND_E2M1 = tl.constexpr(0x81C00000 - (1 << 32))
+"""Bits 31 and 24 to 22 of an int32."""
+
+
+@triton.jit
+def _e4m3_to_fp32(byte):  # type: ignore[no-untyped-def]
+    bits = byte.to(tl.int32)
+    bits = ((bits & 0x7F) << 20) | ((bits & 0x80) << 24)
+    value = bits.to(tl.float32, bitcast=True) * _TWO_TO_120
+    return tl.where((byte & 0x7F) == 0x7F, float("nan"), value)
+
+
+@triton.jit
+def _e2m1_to_fp32(word, nibble):  # type: ignore[no-untyped-def]
+    """Value of the code at nibble 0 to 7 of an int32 word."""
+    # The arithmetic shift copies the sign bit down as far as the mask's gap, which removes the copies.
+    bits = ((word << (28 - 4 * nibble)) >> 6) & _SIGN_AND_E2M1
+    return bits.to(tl.float32, bitcast=True) * _TWO_TO_126
+
+
+@triton.jit
+def _store(pointers, values, mask):  # type: ignore[no-untyped-def]
+    """Round FP32 values once to the pointers' type and store them; int16 pointers take the bits of BF16."""
+    if pointers.dtype.element_ty == tl.int16:
+        bits = values.to(tl.int32, bitcast=True)
+        rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+        tl.store(pointers, tl.where(values != values, 0x7FC0, rounded).to(tl.int16), mask=mask)
+    else:
+        tl.store(pointers, values.to(pointers.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["num_groups"])
+def dequantize_row_major(  # type: ignore[no-untyped-def]
+    words, scales, global_scale, out, num_groups, groups_per_row, PER_ROW: tl.constexpr, GROUPS: tl.constexpr
+):
+    """Program i takes groups [i * GROUPS, (i + 1) * GROUPS) of 16 weights, counted through the rows.
+
+    words: int32 [num_groups, 2]. scales: uint8 [num_groups]. out: [num_groups, 16]. num_groups is an int32 wherever it
+    fits, which keeps the division by groups_per_row short; offsets into the tensors are 64-bit.
+    """
+    index = tl.program_id(0).to(num_groups.dtype) * GROUPS
+    first = index.to(tl.int64)
+    group = tl.arange(0, GROUPS)
+    half = tl.arange(0, 2)
+    inside = group < num_groups - index
+    word = tl.load(words + first * 2 + (group[:, None] * 2 + half[None, :]), mask=inside[:, None], other=0)
+    scale = _e4m3_to_fp32(tl.load(scales + first + group, mask=inside, other=0))
+    if PER_ROW:
+        scale = scale * tl.load(global_scale + (index + group) // groups_per_row, mask=inside, other=0.0)
+    else:
+        scale = scale * tl.load(global_scale)
+    nibble = tl.arange(0, 8)
+    value = _e2m1_to_fp32(word[:, :, None], nibble[None, None, :]) * scale[:, None, None]
+    offset = (group * 16)[:, None, None] + (half * 8)[None, :, None] + nibble[None, None, :]
+    _store(out + first * 16 + offset, value, inside[:, None, None])
+
+
+@triton.jit
+def dequantize_qpn2(  # type: ignore[no-untyped-def]
+    words, scales, global_scale, out, groups_per_row, PER_ROW: tl.constexpr, GROUPS: tl.constexpr
+):
+    """Program (i, j) takes GROUPS consecutive groups of 16 k of the 32 rows of tile j.
+
+    words: int32 [N / 32, groups_per_row, 32 lanes, 2]. scales: uint8 [N / 32, groups_per_row, 32]. out: [N, K].
+    """
+    first = tl.program_id(0) * GROUPS
+    tile = tl.program_id(1).to(tl.int64)
+    group = tl.arange(0, GROUPS)
+    lane = tl.arange(0, 32)
+    inside = group < groups_per_row - first
+    base = tile * groups_per_row + first
+    in_tile = group[:, None] * 32 + lane[None, :]
+    scale = _e4m3_to_fp32(tl.load(scales + base * 32 + in_tile, mask=inside[:, None], other=0))
+    half = tl.arange(0, 2)
+    word = tl.load(
+        words + base * 64 + (in_tile[:, :, None] * 2 + half[None, None, :]), mask=inside[:, None, None], other=0
+    )
+    # From here on lane by lane, so that a row's values are written in one run.
+    scale = tl.permute(scale, (1, 0))
+    word = tl.permute(word, (1, 0, 2))
+    row = ((lane >> 2) & 3) * 8 + (lane & 3) + 4 * (lane >> 4)
+    if PER_ROW:
+        scale = scale * tl.load(global_scale + tile * 32 + row)[:, None]
+    else:
+        scale = scale * tl.load(global_scale)
+    k = tl.arange(0, 8)
+    value = _e2m1_to_fp32(word[:, :, :, None], ((k >> 1) + 4 * (k & 1))[None, None, None, :]) * scale[:, :, None, None]
+    columns = (group * 16)[None, :, None, None] + (half * 8)[None, None, :, None] + k[None, None, None, :]
+    offset = (row * (groups_per_row * 16))[:, None, None, None] + columns
+    _store(out + (tile * 32 * groups_per_row + first) * 16 + offset, value, inside[None, :, None, None])
