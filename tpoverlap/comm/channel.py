@@ -165,7 +165,7 @@ class Channel:
         if self._destroyed or os.getpid() != self._pid:
             return
         self._delivered = self._delivered or raised
-        self.fail(FailureKind.ABORTED, self.rank, f"aborted: {why}")
+        self.fail(FailureKind.ABORTED, self.rank, f"rank {self.rank} aborted ({why})")
 
     def fail(self, kind: FailureKind, culprit: int, detail: str) -> None:
         """Records a failure, unless there is one, and releases whoever waits."""

@@ -261,13 +261,15 @@ class CpuProvider:
         slots = self._slots.get(dtype)
         if slots is None:
             layout, memory = self._channel.layout, self._channel.segment.tensor
-            slots = self._slots[dtype] = [
-                [
-                    memory[layout.slot(q, k) : layout.slot(q, k) + layout.slot_bytes].view(dtype)
-                    for k in range(layout.num_slots)
+            # Made in inference mode, the views could not be written outside of it.
+            with torch.inference_mode(False):
+                slots = self._slots[dtype] = [
+                    [
+                        memory[layout.slot(q, k) : layout.slot(q, k) + layout.slot_bytes].view(dtype)
+                        for k in range(layout.num_slots)
+                    ]
+                    for q in range(layout.world_size)
                 ]
-                for q in range(layout.world_size)
-            ]
         return slots[rank][slot]
 
     def _emulate(self, started_s: float, num_bytes: int) -> float:

@@ -36,7 +36,8 @@ class Segment:
         self.bytes = memoryview(self._map)
         self.words = self.bytes.cast("I")
         self.quads = self.bytes.cast("Q")
-        self.tensor = torch.frombuffer(self._map, dtype=torch.uint8)
+        with torch.inference_mode(False):  # or the tensor could not be written outside of it
+            self.tensor = torch.frombuffer(self._map, dtype=torch.uint8)
         self.address = self.tensor.data_ptr()
 
     @classmethod

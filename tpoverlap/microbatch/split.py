@@ -45,6 +45,8 @@ def split_tokens(
             raise ValueError(f"cut needs {num_pieces - 1} ascending tokens for {num_pieces} pieces, got {cuts}")
     if state_block is not None:
         cuts = [_align_to_state(c, starts, lens, state_block) if 0 < c < total else c for c in cuts]
+    if total == 0:
+        return [_piece(starts, lens, 0, 0)]
     borders = sorted({0, total, *(c for c in cuts if 0 < c < total)})
     return [_piece(starts, lens, a, b) for a, b in itertools.pairwise(borders)]
 
