@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from tpoverlap.quant.nvfp4 import NVFP4Tensor, dequantize
+from tpoverlap.quant.nvfp4 import NVFP4Tensor, dequantize, small_batch
 from tpoverlap.quant.nvfp4.dispatch import DTYPES
 from tpoverlap.quant.workspace import DequantWorkspace
 
@@ -19,7 +19,9 @@ class NVFP4Linear(nn.Module):
 
     x: [..., K] in the compute dtype ``dtype`` (FP16, BF16 or FP32). bias: [N] or None, kept in ``dtype``. The weight is
     dequantized into ``workspace``, which the layers of a model share, and the dense GEMM runs on it; layers given no
-    workspace make their own. Where x requires a gradient, the weight is dequantized into a tensor of its own.
+    workspace make their own. On CUDA, inputs of up to 8 rows take a kernel that reads the 4-bit weight once instead
+    (:mod:`tpoverlap.quant.nvfp4.small_batch`), where it supports them. Where x requires a gradient, the weight is
+    dequantized into a tensor of its own.
 
     Buffers: codes, scales, global_scale and bias. Moving the module moves them; ``half()``, ``to(dtype)`` and the like
     leave their dtypes alone, since the format fixes them. Shard by slicing the weight: :meth:`shard_rows` and
@@ -49,6 +51,7 @@ class NVFP4Linear(nn.Module):
         self.out_features, self.in_features = weight.shape
         self.dtype = dtype
         self.workspace = workspace if workspace is not None else DequantWorkspace()
+        self._weight: tuple[tuple[torch.Tensor, ...], NVFP4Tensor] | None = None
         self.register_buffer("codes", weight.codes)
         self.register_buffer("scales", weight.scales)
         self.register_buffer("global_scale", weight.global_scale)
@@ -57,7 +60,10 @@ class NVFP4Linear(nn.Module):
     @property
     def weight(self) -> NVFP4Tensor:
         """The quantized weight; shares the buffers."""
-        return NVFP4Tensor(self.codes, self.scales, self.global_scale, (self.out_features, self.in_features))
+        buffers = (self.codes, self.scales, self.global_scale)
+        if self._weight is None or any(a is not b for a, b in zip(self._weight[0], buffers, strict=True)):
+            self._weight = (buffers, NVFP4Tensor(*buffers, (self.out_features, self.in_features)))
+        return self._weight[1]
 
     def shard_rows(self, start: int, stop: int) -> NVFP4Linear:
         """The layer that computes outputs [start, stop) (column-parallel): those rows of the weight and of the bias."""
@@ -77,10 +83,13 @@ class NVFP4Linear(nn.Module):
             raise ValueError(
                 f"input is {x.dtype} {list(x.shape)}; this layer takes {self.dtype} [..., {self.in_features}]"
             )
+        weight = self.weight
         if torch.is_grad_enabled() and x.requires_grad:
-            dense = dequantize(self.weight, self.dtype)  # backward reads it after the workspace has moved on
+            dense = dequantize(weight, self.dtype)  # backward reads it after the workspace has moved on
+        elif small_batch.rejection(x, weight) is None:
+            return small_batch.linear(x, weight, self.bias)
         else:
-            dense = self.workspace.dense(self.weight, self.dtype)
+            dense = self.workspace.dense(weight, self.dtype)
         return nn.functional.linear(x, dense, self.bias)
 
     def extra_repr(self) -> str:
