@@ -1,0 +1,33 @@
+"""Whether a tensor's work goes to a Triton kernel, and on which device it is launched."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.util
+import os
+from contextlib import AbstractContextManager
+
+import torch
+
+
+@functools.cache
+def _triton_installed() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def triton_serves(tensor: torch.Tensor) -> bool:
+    """True for CUDA tensors where Triton is installed, and for CPU tensors under Triton's interpreter.
+
+    The interpreter is chosen as Triton chooses it: ``TRITON_INTERPRET=1`` when the kernels are first imported.
+    """
+    if not _triton_installed():
+        return False
+    return tensor.is_cuda or (tensor.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1")
+
+
+def on_device_of(tensor: torch.Tensor) -> AbstractContextManager[object]:
+    """A context in which Triton launches on the tensor's device, which need not be the current one."""
+    if tensor.is_cuda and tensor.device.index != torch.cuda.current_device():
+        return torch.cuda.device(tensor.device)
+    return contextlib.nullcontext()
