@@ -6,7 +6,6 @@ import itertools
 import logging
 from collections import Counter
 from collections.abc import Sequence
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -14,6 +13,7 @@ import torch.distributed as dist
 from tpoverlap.comm.channel import Channel
 from tpoverlap.comm.cpu import CpuProvider
 from tpoverlap.comm.layout import Layout, page_aligned
+from tpoverlap.comm.process_groups import pool
 from tpoverlap.comm.provider import Call, Provider, Reason
 from tpoverlap.comm.rendezvous import StoreExchange
 from tpoverlap.comm.scheduler import current_scheduler
@@ -64,7 +64,6 @@ class GroupCoordinator:
         self.unique_name = unique_name or f"tpoverlap:{next(_names)}"
         if emulate_link_gbps is not None and not emulate_link_gbps > 0:
             raise ConfigError(f"emulate_link_gbps={emulate_link_gbps!r} is not supported: give a positive number")
-        self._owns_groups = process_group is None
         self.cpu_group, self.device_group = self._process_groups(process_group)
         self._served: Counter[str] = Counter()
         self._channel: Channel | None = None
@@ -234,13 +233,14 @@ class GroupCoordinator:
 
     def destroy(self) -> None:
         """Leaves the group and frees what it holds; a second call does nothing."""
+        sound = not self.failed
         if self._channel is not None:
             self._channel.destroy()
+            self._channel = None
+        for group in {id(g): g for g in (self.cpu_group, self.device_group, *self._fallback_groups())}.values():
+            pool.give_back(group, sound)
         self._providers.clear()
-        if self._owns_groups and dist.is_initialized():
-            for group in {id(g): g for g in (self.cpu_group, self.device_group)}.values():
-                dist.destroy_process_group(group)
-        self._owns_groups = False
+        self._choices.clear()
 
     # Parts
 
@@ -255,13 +255,10 @@ class GroupCoordinator:
         return cpu_group, self._new_group("nccl") if self.device.type == "cuda" else cpu_group
 
     def _new_group(self, backend: str) -> dist.ProcessGroup:
-        # Local synchronization: only the members take part, so that disjoint groups can be made side by side.
-        return dist.new_group(
-            self.ranks,
-            timeout=timedelta(seconds=self.config.timeout_s),
-            backend=backend,
-            use_local_synchronization=True,
-        )
+        return pool.take(backend, self.ranks, self.config.timeout_s)
+
+    def _fallback_groups(self) -> list[dist.ProcessGroup]:
+        return [p.group for p in self._providers if isinstance(p, TorchProvider)]
 
     @property
     def _fallback_group(self) -> dist.ProcessGroup:
@@ -302,10 +299,11 @@ class GroupCoordinator:
 
     def _renew_fallback(self) -> None:
         """A host backend's group is of no use once a collective in it was left half done."""
-        fallback = self._providers[-1]
-        assert isinstance(fallback, TorchProvider)
         if self.device.type == "cpu":
-            fallback.group = self._new_group("gloo")
+            for provider in self._providers:
+                if isinstance(provider, TorchProvider):
+                    pool.give_back(provider.group, sound=False)
+                    provider.group = self._new_group("gloo")
 
 
 def _call(operation: str, x: torch.Tensor) -> Call:

@@ -53,9 +53,7 @@ class Failure:
     def error(self, group: str) -> TpOverlapError:
         where = f"during call {self.call} ({self.operation})" if self.operation else f"after call {self.call}"
         todo = "reset() on all ranks makes it work again" if self.resettable else "destroy it and start the ranks anew"
-        return _ERRORS[self.kind](
-            f"group {group!r}: {self.detail} {where}, as rank {self.reporter} found; {todo}"
-        )
+        return _ERRORS[self.kind](f"group {group!r}: {self.detail} {where}, as rank {self.reporter} found; {todo}")
 
 
 class FailureRecord:

@@ -1,0 +1,273 @@
+"""What a user sees when ranks die, stop, disagree or give up: which error, on whom, within which time."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from rank_harness import Ranks, run_ranks, say, start_ranks
+
+from tpoverlap.comm import GroupCoordinator
+from tpoverlap.config import HostReduceConfig
+from tpoverlap.errors import (
+    ChannelError,
+    CollectiveAbortedError,
+    CollectiveMismatchError,
+    CollectiveTimeoutError,
+    PeerLostError,
+    TpOverlapError,
+)
+
+
+def _group(timeout_s: float = 20.0) -> GroupCoordinator:
+    config = HostReduceConfig(timeout_s=timeout_s)
+    return GroupCoordinator(range(dist.get_world_size()), dist.get_rank(), "cpu", config, unique_name="tested")
+
+
+def _descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def _until_failure(rank: int, dtype: torch.dtype, num_elements: int, pause_s: float) -> tuple[str, str, float, int]:
+    """All-reduces until an error comes; its type and text, when it came, and descriptors left open after destroy."""
+    _group().destroy()  # its gloo group stays, for the next coordinator
+    before = _descriptors()
+    group = _group()
+    x = torch.ones(num_elements, dtype=dtype)
+    error: TpOverlapError | None = None
+    for i in range(1_000_000):
+        try:
+            group.all_reduce(x)
+        except TpOverlapError as e:
+            error = e
+            break
+        if i == 3:
+            say()
+        time.sleep(pause_s)
+    at = time.monotonic()
+    assert error is not None
+    with pytest.raises(type(error)):
+        group.check()
+    if isinstance(error, PeerLostError):
+        with pytest.raises(PeerLostError, match="destroy it"):
+            group.reset()
+    group.destroy()
+    return type(error).__name__, str(error), at, _descriptors() - before
+
+
+def _kill(ranks: Ranks, victim: int) -> float:
+    for rank in range(len(ranks.processes)):
+        ranks.wait_for(rank)
+    time.sleep(0.05)
+    os.kill(ranks.pid(victim), signal.SIGKILL)
+    return time.monotonic()
+
+
+@pytest.mark.parametrize("victim", [0, 1, 2])
+@pytest.mark.parametrize(
+    ("dtype", "num_elements", "pause_s"),
+    [(torch.float32, 3_000_000, 0.0), (torch.float32, 100, 0.0), (torch.bfloat16, 1000, 0.5), (torch.int64, 1000, 0.0)],
+    ids=["inside", "small", "between", "fallback"],
+)
+def test_a_killed_rank_is_named_on_all_others(
+    victim: int, dtype: torch.dtype, num_elements: int, pause_s: float
+) -> None:
+    ranks = start_ranks(_until_failure, 3, dtype, num_elements, pause_s)
+    killed_at = _kill(ranks, victim)
+    results = ranks.join()
+    assert results[victim].exit_code == -signal.SIGKILL
+    for rank, result in enumerate(results):
+        if rank != victim:
+            name, text, at, leaked = result.value
+            assert name == "PeerLostError", text
+            assert f"rank {victim} died" in text
+            assert at - killed_at < 2
+            assert leaked <= 0  # the gloo group closes its connections to the dead
+
+
+def test_a_rank_that_leaves_is_named_on_those_who_still_wait() -> None:
+    def_results = run_ranks(_leave, 3)
+    assert [r for r in def_results if r] == ["PeerLostError"] * 2
+
+
+def _leave(rank: int) -> str:
+    group = _group()
+    group.all_reduce(torch.ones(4))
+    if rank == 1:
+        group.destroy()
+        time.sleep(1.0)  # alive, but no longer a member
+        return ""
+    with pytest.raises(PeerLostError, match="rank 1 has left") as e:
+        group.all_reduce(torch.ones(4))
+    group.destroy()
+    return type(e.value).__name__
+
+
+def _stopped(rank: int, timeout_s: float) -> tuple[float, str]:
+    group = _group(timeout_s)
+    x = torch.full((1000,), float(rank))
+    group.all_reduce(x)
+    say(rank)
+    if rank == 1:
+        time.sleep(0.5)  # the test stops this process meanwhile, and lets it go on when the others have given up
+    started = time.monotonic()
+    with pytest.raises(CollectiveTimeoutError) as e:
+        group.all_reduce(x)
+    waited = time.monotonic() - started
+    group.reset()
+    assert torch.equal(group.all_reduce(torch.ones(5, dtype=torch.int64)), torch.full((5,), 3))
+    assert torch.equal(group.all_reduce(x), torch.full((1000,), 3.0))
+    group.destroy()
+    return waited, str(e.value)
+
+
+def test_a_stopped_rank_is_a_timeout_and_reset_mends_it() -> None:
+    ranks = start_ranks(_stopped, 3, 1.0)
+    ranks.wait_for(1, 1)
+    os.kill(ranks.pid(1), signal.SIGSTOP)
+    time.sleep(1.5)
+    os.kill(ranks.pid(1), signal.SIGCONT)
+    results = ranks.join()
+    assert [r.exit_code for r in results] == [0, 0, 0], [r.trace for r in results]
+    for rank in (0, 2):
+        waited, text = results[rank].value
+        assert waited < 1.5
+        assert "ranks [1] did not come within 1 s" in text
+        assert "call 2 (all_reduce float32 4000 B, cpu)" in text
+
+
+CALLS = {
+    "size": (lambda g: g.all_reduce(torch.ones(8)), lambda g: g.all_reduce(torch.ones(9))),
+    "pieces": (lambda g: g.all_reduce(torch.ones(8)), lambda g: g.all_reduce(torch.ones(3_000_000))),
+    "dtype": (lambda g: g.all_reduce(torch.ones(8)), lambda g: g.all_reduce(torch.ones(8, dtype=torch.bfloat16))),
+    "provider": (lambda g: g.all_reduce(torch.ones(8)), lambda g: g.all_reduce(torch.ones(8, dtype=torch.int32))),
+    "operation": (lambda g: g.all_reduce(torch.ones(12)), lambda g: g.all_gather(torch.ones(12))),
+    "scatter": (lambda g: g.all_gather(torch.ones(12)), lambda g: g.reduce_scatter(torch.ones(12))),
+    "source": (lambda g: g.broadcast(torch.ones(8), 0), lambda g: g.broadcast(torch.ones(8), 1)),
+    "both torch": (
+        lambda g: g.all_reduce(torch.ones(8, dtype=torch.int32)),
+        lambda g: g.all_reduce(torch.ones(8, dtype=torch.int64)),
+    ),
+}
+
+
+def _mismatch(rank: int, odd: int) -> None:
+    group = _group()
+    for name, (usual, other) in CALLS.items():
+        group.all_reduce(torch.ones(4))
+        with pytest.raises(CollectiveMismatchError, match=r"rank \d calls .*, rank \d calls ") as e:
+            (other if rank == odd else usual)(group)
+        assert f"rank {odd} calls" in str(e.value), name
+        with pytest.raises(CollectiveMismatchError):
+            group.all_reduce(torch.ones(4))
+        group.reset()
+        assert torch.equal(group.all_reduce(torch.ones(4)), torch.full((4,), float(group.world_size)))
+    group.destroy()
+
+
+@pytest.mark.parametrize(("world_size", "odd"), [(2, 0), (2, 1), (3, 2)])
+def test_different_calls_are_a_mismatch_on_all_ranks(world_size: int, odd: int) -> None:
+    run_ranks(_mismatch, world_size, odd)
+
+
+def _abort(rank: int, dtype: torch.dtype) -> float:
+    group = _group()
+    group.all_reduce(torch.ones(4, dtype=dtype))
+    started = time.monotonic()
+    if rank == 1:
+        threading.Timer(0.4, group.abort, ("enough",)).start()
+    if rank != 2:  # rank 2 does not come
+        with pytest.raises(CollectiveAbortedError, match=r"rank 1 aborted \(enough\)"):
+            group.all_reduce(torch.ones(100_000, dtype=dtype))
+    else:
+        time.sleep(0.8)
+        with pytest.raises(CollectiveAbortedError, match="enough"):
+            group.all_reduce(torch.ones(100_000, dtype=dtype))
+    waited = time.monotonic() - started
+    group.reset()
+    for again in (torch.float32, torch.int32):
+        assert group.all_reduce(torch.ones(4, dtype=again)).tolist() == [3, 3, 3, 3]
+    group.destroy()
+    return waited
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64], ids=["channel", "fallback"])
+def test_abort_from_another_thread_ends_the_call_everywhere(dtype: torch.dtype) -> None:
+    assert max(run_ranks(_abort, 3, dtype)) < 2
+
+
+def _abort_inside_torch(rank: int) -> None:
+    """Every rank has met in the channel; one then never enters the backend's collective."""
+    group = _group()
+    fallback = group._providers[-1]
+    if rank == 1:
+        fallback._await_host = lambda work: time.sleep(0.5)  # type: ignore[attr-defined]
+        threading.Timer(0.2, group.abort, ("enough",)).start()
+        original = dist.all_reduce
+        dist.all_reduce = lambda *args, **kwargs: contextlib.nullcontext()
+        with contextlib.suppress(AttributeError):
+            group.all_reduce(torch.ones(3, dtype=torch.int64))
+        dist.all_reduce = original
+        del fallback._await_host  # type: ignore[attr-defined]
+    else:
+        with pytest.raises(CollectiveAbortedError, match="enough"):
+            group.all_reduce(torch.ones(3, dtype=torch.int64))
+    group.reset()
+    assert group.all_reduce(torch.ones(3, dtype=torch.int64)).tolist() == [2, 2, 2]
+    group.destroy()
+
+
+def test_abort_releases_a_rank_inside_the_backends_collective() -> None:
+    run_ranks(_abort_inside_torch, 2)
+
+
+def _two_threads(rank: int) -> None:
+    group = _group()
+    release = threading.Event()
+    outcomes: list[str] = []
+    if rank == 0:
+        thread = threading.Thread(target=lambda: outcomes.append(str(group.all_reduce(torch.ones(2)).tolist())))
+        thread.start()
+        while not group._channel._busy.locked():  # type: ignore[union-attr]
+            time.sleep(0.001)
+        with pytest.raises(ChannelError, match="two threads"):
+            group.all_reduce(torch.ones(2))
+        say()
+        thread.join()
+        assert outcomes == ["[2.0, 2.0]"]
+    else:
+        time.sleep(0.5)
+        assert group.all_reduce(torch.ones(2)).tolist() == [2, 2]
+    release.set()
+    group.destroy()
+
+
+def test_a_second_thread_is_refused_and_the_first_goes_on() -> None:
+    run_ranks(_two_threads, 2)
+
+
+def _forked(rank: int) -> None:
+    group = _group()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            group.all_reduce(torch.ones(2))
+        except ChannelError as e:
+            os._exit(0 if "fork" in str(e) else 1)
+        finally:
+            os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert group.all_reduce(torch.ones(2)).tolist() == [2, 2]
+    group.destroy()
+    with pytest.raises(ChannelError, match="destroyed"):
+        group.all_reduce(torch.ones(2))
+
+
+def test_a_fork_may_not_use_the_group_and_does_not_harm_it() -> None:
+    run_ranks(_forked, 2)
