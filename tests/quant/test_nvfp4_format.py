@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from nvfp4_reference import assert_same_bits, random_weight
 
-from tpoverlap.quant.nvfp4 import NVFP4Tensor, concat_rows, dequantize
+from tpoverlap.quant.nvfp4 import NVFP4Tensor, concat_columns, concat_rows, dequantize
 
 
 def dense(t: NVFP4Tensor) -> torch.Tensor:
@@ -57,6 +57,22 @@ def test_joining_nothing_or_unequal_columns_is_refused() -> None:
     for parts in ([], [random_weight(2, 16, seed=1), random_weight(2, 32, seed=1)]):
         with pytest.raises(ValueError, match="along N"):
             concat_rows(parts)
+
+
+@pytest.mark.parametrize("per_row", [False, True])
+def test_parts_along_columns_join_in_any_order(per_row: bool) -> None:
+    t = random_weight(6, 96, seed=15, per_row=per_row)
+    got = concat_columns([t.slice_columns(64, 96), t.slice_columns(0, 0), t.slice_columns(16, 32)])
+    assert_same_bits(dense(got), torch.cat((dense(t)[:, 64:], dense(t)[:, 16:32]), dim=1))
+
+
+def test_parts_of_different_weights_do_not_join_along_columns() -> None:
+    t = random_weight(6, 32, seed=16)
+    for other, message in ((random_weight(5, 32, seed=16), "N must agree"), (random_weight(6, 32, seed=17), "differ")):
+        with pytest.raises(ValueError, match=message):
+            concat_columns([t, other])
+    with pytest.raises(ValueError, match="along K"):
+        concat_columns([])
 
 
 @pytest.mark.parametrize("per_row", [False, True])

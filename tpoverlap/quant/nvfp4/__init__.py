@@ -6,13 +6,14 @@ The format is described by nvidia-modelopt and compressed-tensors; both their co
 from tpoverlap.quant.nvfp4.conventions import check_fits, from_compressed_tensors, from_modelopt
 from tpoverlap.quant.nvfp4.dispatch import dequantize
 from tpoverlap.quant.nvfp4.encode import quantize
-from tpoverlap.quant.nvfp4.format import NVFP4Tensor, concat_rows
+from tpoverlap.quant.nvfp4.format import NVFP4Tensor, concat_columns, concat_rows
 from tpoverlap.quant.nvfp4.qpn2 import QPN2Tensor, from_qpn2, to_qpn2
 
 __all__ = [
     "NVFP4Tensor",
     "QPN2Tensor",
     "check_fits",
+    "concat_columns",
     "concat_rows",
     "dequantize",
     "from_compressed_tensors",

@@ -133,3 +133,20 @@ def concat_rows(parts: Sequence[NVFP4Tensor]) -> NVFP4Tensor:
         torch.cat([part.global_scale.expand(part.shape[0]) for part in parts]),
         (sum(part.shape[0] for part in parts), parts[0].shape[1]),
     )
+
+
+def concat_columns(parts: Sequence[NVFP4Tensor]) -> NVFP4Tensor:
+    """Parts of one weight joined along K, such as the heads that a row-parallel shard keeps.
+
+    Raises ValueError for no parts, unequal N, or global scales that differ: along K there is only one a row.
+    """
+    if not parts or len({part.shape[0] for part in parts}) != 1:
+        raise ValueError(f"cannot join weights of shapes {[list(part.shape) for part in parts]} along K: N must agree")
+    if not all(torch.equal(part.global_scale, parts[0].global_scale) for part in parts):
+        raise ValueError("cannot join weights along K whose global scales differ")
+    return NVFP4Tensor(
+        torch.cat([part.codes for part in parts], dim=1),
+        torch.cat([part.scales.view(torch.uint8) for part in parts], dim=1).view(torch.float8_e4m3fn),
+        parts[0].global_scale,
+        (parts[0].shape[0], sum(part.shape[1] for part in parts)),
+    )

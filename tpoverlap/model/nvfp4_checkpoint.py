@@ -1,0 +1,209 @@
+"""Checkpoints whose weights are stored in NVFP4, as nvidia-modelopt and llm-compressor (compressed-tensors) write them.
+
+Only the weights' quantization is used: activations stay in the compute dtype, so the scales of inputs and caches, which
+such checkpoints may carry too, are not read. A rank reads the codes and scales of its own part only.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from tpoverlap.errors import ConfigError, UnsupportedError
+from tpoverlap.model.linears import GROUP, DenseFactory, Part
+from tpoverlap.model.tensor_source import SafetensorsSource
+from tpoverlap.quant import DequantWorkspace, NVFP4Linear, nvfp4
+
+
+@dataclass(frozen=True)
+class Convention:
+    """Names that a library gives the three tensors of a linear layer's weight, and how it means them."""
+
+    library: str
+    codes: str
+    scale: str
+    global_scale: str
+    convert: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], nvfp4.NVFP4Tensor]
+
+
+MODELOPT = Convention("nvidia-modelopt", "weight", "weight_scale", "weight_scale_2", nvfp4.from_modelopt)
+COMPRESSED_TENSORS = Convention(
+    "compressed-tensors", "weight_packed", "weight_scale", "weight_global_scale", nvfp4.from_compressed_tensors
+)
+
+
+def find_convention(quantization: Mapping[str, Any]) -> Convention:
+    """The convention of a checkpoint with this ``quantization_config``.
+
+    Errors: UnsupportedError for any quantization but NVFP4 with groups of 16, naming it.
+    """
+    method = quantization.get("quant_method", "modelopt" if "quant_algo" in quantization else None)
+    if method == "modelopt":
+        found, convention = quantization.get("quant_algo"), MODELOPT
+        supported = found == "NVFP4"
+    elif method == "compressed-tensors":
+        found, convention = quantization.get("format"), COMPRESSED_TENSORS
+        supported = found == "nvfp4-pack-quantized"
+    else:
+        raise _unsupported(f"{method!r}")
+    if not supported:
+        raise _unsupported(f"{method!r} as {found!r}")
+    sizes = {quantization.get("group_size", GROUP)}
+    for group in (quantization.get("config_groups") or {}).values():
+        sizes.add((group.get("weights") or {}).get("group_size", GROUP))
+    if sizes != {GROUP}:
+        raise _unsupported(f"{method!r} in groups of {', '.join(sorted(map(str, sizes)))}")
+    return convention
+
+
+def _unsupported(what: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"a checkpoint quantized with {what} is not supported: NVFP4 in groups of {GROUP} is, by modelopt (quant_algo "
+        "NVFP4) or compressed-tensors (format nvfp4-pack-quantized); or give the unquantized checkpoint, which can be "
+        "quantized to NVFP4 at load"
+    )
+
+
+def read_quantization(folder: Path) -> Mapping[str, Any] | None:
+    """The quantization that a checkpoint's configuration declares; None for an unquantized one.
+
+    It stands in config.json, or, as older versions of nvidia-modelopt write it, in hf_quant_config.json alone.
+    Errors: ConfigError for a file that cannot be read as that.
+    """
+    for name, key in (("config.json", "quantization_config"), ("hf_quant_config.json", "quantization")):
+        path = folder / name
+        if not path.is_file():
+            continue
+        try:
+            found = json.loads(path.read_text(encoding="utf-8")).get(key)
+        except (ValueError, AttributeError) as error:
+            raise ConfigError(f"{path} is no configuration: {error!r}") from None
+        if found:
+            if not isinstance(found, dict):
+                raise ConfigError(f"{path}: {key} must be an object, got {found!r}")
+            return found
+    return None
+
+
+class NVFP4Source(SafetensorsSource):
+    """The tensors of an NVFP4 checkpoint under the names that an unquantized one has.
+
+    Quantized weights have the shape that they were quantized from. ``rows`` and ``columns`` give their values in FP32;
+    ``packed_rows`` and ``packed_columns`` give the weight as it is stored.
+    """
+
+    def __init__(self, folder: Path, convention: Convention) -> None:
+        super().__init__(folder)
+        self.convention = convention
+        smoothed = next((name for name in self._files if name.endswith(".pre_quant_scale")), None)
+        if smoothed is not None:
+            raise UnsupportedError(f"{folder} has the tensor {smoothed}: scaling a layer's input is not supported")
+
+    def is_packed(self, name: str) -> bool:
+        """Whether the weight is stored in NVFP4. Errors: UnsupportedError if it is in another scaled format."""
+        if self._sibling(name, self.convention.global_scale) in self._files:
+            return True
+        if self._sibling(name, self.convention.scale) in self._files:
+            raise UnsupportedError(f"{name} is quantized, but not as NVFP4: no tensor {self.convention.global_scale}")
+        return False
+
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        if not self.is_packed(name):
+            return super().shape(name)
+        codes = super().shape(self._sibling(name, self.convention.codes))
+        return None if codes is None else (*codes[:-1], 2 * codes[-1])
+
+    def rows(self, name: str, start: int, stop: int) -> torch.Tensor:
+        if not self.is_packed(name):
+            return super().rows(name, start, stop)
+        return nvfp4.dequantize(self.packed_rows(name, start, stop), torch.float32)
+
+    def columns(self, name: str, start: int, stop: int) -> torch.Tensor:
+        if not self.is_packed(name):
+            return super().columns(name, start, stop)
+        first = start // GROUP * GROUP
+        values = nvfp4.dequantize(self.packed_columns(name, first, _whole_groups(stop)), torch.float32)
+        return values[:, start - first : stop - first]
+
+    def packed_rows(self, name: str, start: int, stop: int) -> nvfp4.NVFP4Tensor:
+        """Rows ``start`` to ``stop`` of a quantized weight. Errors: ConfigError for tensors that are no NVFP4."""
+        return self._packed(
+            name,
+            super().rows(self._sibling(name, self.convention.codes), start, stop),
+            super().rows(self._scale_name(name), start, stop),
+            slice(start, stop),
+        )
+
+    def packed_columns(self, name: str, start: int, stop: int) -> nvfp4.NVFP4Tensor:
+        """Columns ``start`` to ``stop``, both multiples of 16, of a quantized weight. Errors as :meth:`packed_rows`."""
+        return self._packed(
+            name,
+            super().columns(self._sibling(name, self.convention.codes), start // 2, stop // 2),
+            super().columns(self._scale_name(name), start // GROUP, stop // GROUP),
+            slice(None),
+        )
+
+    def _packed(self, name: str, codes: torch.Tensor, scales: torch.Tensor, rows: slice) -> nvfp4.NVFP4Tensor:
+        key = self._sibling(name, self.convention.global_scale)
+        global_scale = self._files[key].get_tensor(key)
+        if global_scale.numel() > 1:
+            global_scale = global_scale.reshape(-1)[rows]
+        try:
+            return self.convention.convert(codes, scales, global_scale)
+        except ValueError as error:
+            raise ConfigError(f"{name} is no NVFP4 weight of {self.convention.library}: {error}") from None
+
+    def _scale_name(self, name: str) -> str:
+        scale = self._sibling(name, self.convention.scale)
+        if scale not in self._files:
+            raise ConfigError(f"the checkpoint has no tensor {scale}, which {name} needs")
+        return scale
+
+    def _sibling(self, name: str, ending: str) -> str:
+        return f"{name.removesuffix('.weight')}.{ending}"
+
+
+class NVFP4CheckpointFactory:
+    """Linear layers with the NVFP4 weights of the checkpoint, unchanged; fused parts keep their own global scales.
+
+    Layers that the checkpoint leaves unquantized, wholly or in one of the parts to be fused, are dense. All layers
+    share one dequantization workspace.
+    """
+
+    def __init__(self, source: NVFP4Source, dtype: torch.dtype, device: torch.device) -> None:
+        self._source = source
+        self._dtype = dtype
+        self._device = device
+        self._dense = DenseFactory(source, dtype, device)
+        self._workspace = DequantWorkspace()
+
+    def column_parallel(self, parts: Sequence[Part], bias: torch.Tensor | None) -> nn.Module:
+        if not all(self._source.is_packed(part.name) for part in parts):
+            return self._dense.column_parallel(parts, bias)
+        blocks = []
+        for part in parts:
+            for span in part.spans:
+                block = self._source.packed_rows(part.name, span.start, span.stop).to(self._device)
+                nvfp4.check_fits(block, self._dtype, f"{part.name}[{span.start}:{span.stop}]")
+                blocks.append(block.pad(block.shape[0] + span.padding, block.shape[1]))
+        return NVFP4Linear(nvfp4.concat_rows(blocks), bias, dtype=self._dtype, workspace=self._workspace)
+
+    def row_parallel(self, part: Part) -> nn.Module:
+        if not self._source.is_packed(part.name):
+            return self._dense.row_parallel(part)
+        blocks = []
+        for span in part.spans:
+            block = self._source.packed_columns(part.name, span.start, span.stop).to(self._device)
+            nvfp4.check_fits(block, self._dtype, f"{part.name}[:, {span.start}:{span.stop}]")
+            blocks.append(block.pad(block.shape[0], block.shape[1] + span.padding))
+        return NVFP4Linear(nvfp4.concat_columns(blocks), dtype=self._dtype, workspace=self._workspace)
+
+
+def _whole_groups(columns: int) -> int:
+    return -(-columns // GROUP) * GROUP
