@@ -11,7 +11,6 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable
 
 from tpoverlap.comm.failure import Failure, FailureKind, FailureRecord
 from tpoverlap.comm.host import HostIdentity
@@ -50,16 +49,13 @@ class Channel:
         self.rank = rank
         self.layout = layout
         self.timeout_s = timeout_s
-        self.on_failure: list[Callable[[Failure], None]] = []
-        """Called once a failure, by the watcher's thread."""
         self._exchange = exchange
         self._pid = os.getpid()
         self._busy = threading.Lock()
         self._call = 0
         self._generation = 0
         self._delivered = False
-        self._announced = False
-        self._poisoning = True
+        self._resetting = False
         self._destroyed = False
 
         hosts = gather_hosts(exchange, host)
@@ -170,7 +166,7 @@ class Channel:
     def fail(self, kind: FailureKind, culprit: int, detail: str) -> None:
         """Records a failure, unless there is one, and releases whoever waits."""
         self._record.write(Failure(kind, culprit, self.rank, self._call, self._own_descriptor(), detail))
-        self.region.poison()
+        self.region.wake()
 
     def reset(self) -> None:
         """Makes the group work again after an abort, a timeout or a mismatch. Collective: every rank calls it.
@@ -183,8 +179,8 @@ class Channel:
         if not self._busy.acquire(blocking=False):
             raise ChannelError(f"group {self.name!r} cannot be reset while another thread uses it")
         try:
-            # From the first barrier on nobody may poison: each rank stops before it comes there.
-            self._poisoning = False
+            # From the first barrier on nobody may act on the old failure: each rank stops before it comes there.
+            self._resetting = True
             key = f"reset/{self._generation}"
             self._exchange.barrier(f"{key}/drained", self._check_peers_alive)
             if self.rank == 0:
@@ -193,9 +189,9 @@ class Channel:
             self._restore_page()
             self._exchange.barrier(f"{key}/restored", self._check_peers_alive)
             self._generation += 1
-            self._delivered = self._announced = False
+            self._delivered = False
         finally:
-            self._poisoning = True
+            self._resetting = False
             self._busy.release()
 
     def destroy(self) -> None:
@@ -207,7 +203,6 @@ class Channel:
             return
         self.segment.words[self.layout.left(self.rank) // 4] = 1
         self._watcher.stop()
-        self.on_failure.clear()
         _open_channels.discard(self)
         self.segment.close()
 
@@ -220,14 +215,8 @@ class Channel:
     def on_tick(self) -> None:
         if not self._record.present:
             self._look_for_failure()
-        if self._record.present and self._poisoning:
-            self.region.poison()
-            if not self._announced:
-                self._announced = True
-                failure = self._record.read()
-                assert failure is not None
-                for callback in list(self.on_failure):
-                    callback(failure)
+        if self._record.present and not self._resetting:
+            self.region.wake()
 
     def on_watcher_error(self, error: BaseException) -> None:
         self.fail(FailureKind.ABORTED, self.rank, f"the watcher of rank {self.rank} failed: {error!r}")
@@ -263,8 +252,10 @@ class Channel:
         return self.segment.words[self.layout.left(rank) // 4] != 0
 
     def _check_peers_alive(self) -> None:
+        """In a reset: the loss of a peer is final, and takes the place of the failure that was to be mended."""
         dead = self._watcher.dead_ranks()
         if dead:
+            self._record.clear()
             self.fail(FailureKind.LOST, dead[0], f"rank {dead[0]} died")
             self.check()
 

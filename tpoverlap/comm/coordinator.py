@@ -13,6 +13,7 @@ import torch.distributed as dist
 from tpoverlap.comm.channel import Channel
 from tpoverlap.comm.cpu import CpuProvider
 from tpoverlap.comm.layout import Layout, page_aligned
+from tpoverlap.comm.messages import Messages
 from tpoverlap.comm.process_groups import pool
 from tpoverlap.comm.provider import Call, Provider, Reason
 from tpoverlap.comm.rendezvous import StoreExchange
@@ -30,7 +31,7 @@ _instances: Counter[str] = Counter()
 _names = itertools.count()
 
 
-class GroupCoordinator:
+class GroupCoordinator(Messages):
     """One group of ranks and its collectives.
 
     ranks: global ranks of the group, ascending; every one of them, and nobody else, makes the coordinator. local_rank:
@@ -71,8 +72,8 @@ class GroupCoordinator:
         self._providers: list[Provider] = []
         if self.world_size > 1:
             self._open_channel(emulate_link_gbps)
-        watch = self._cpu_provider
-        self._providers.append(TorchProvider(self._fallback_group, self._channel, watch))
+        self._torch = TorchProvider(self.cpu_group, self.device_group, self._channel, self._cpu_provider)
+        self._providers.append(self._torch)
         self._choices: dict[Call, Provider] = {}
 
     # Who is where
@@ -168,10 +169,39 @@ class GroupCoordinator:
 
         return current_scheduler().run("reduce_scatter", (x,), launch)
 
+    def all_gatherv(self, x: torch.Tensor, dim: int = 0, sizes: Sequence[int] | None = None) -> torch.Tensor:
+        """Like :meth:`all_gather`, for tensors of uneven size: rank q's has ``sizes[q]`` along ``dim``.
+
+        sizes: one a rank, the same on every rank; None means equal. Raises ValueError where x does not have its size.
+        """
+        dim = _dimension(x, dim)
+        if sizes is None:
+            return self.all_gather(x, dim)
+        self._check_sizes(sizes)
+        if x.shape[dim] != sizes[self.rank_in_group]:
+            raise ValueError(f"rank {self.rank_in_group} has {x.shape[dim]} along dim {dim}, sizes say {list(sizes)}")
+        rows = _padded(x.movedim(dim, 0), max(sizes))
+        gathered = self.all_gather(rows, 0).unflatten(0, (self.world_size, -1))
+        return torch.cat([gathered[q, :n] for q, n in enumerate(sizes)]).movedim(0, dim)
+
+    def reduce_scatterv(self, x: torch.Tensor, dim: int = -1, sizes: Sequence[int] | None = None) -> torch.Tensor:
+        """Like :meth:`reduce_scatter`, with uneven parts: rank q gets ``sizes[q]`` along ``dim``; they add up to x's.
+
+        sizes: one a rank, the same on every rank; None means equal.
+        """
+        dim = _dimension(x, dim)
+        if sizes is None:
+            return self.reduce_scatter(x, dim)
+        self._check_sizes(sizes)
+        if sum(sizes) != x.shape[dim]:
+            raise ValueError(f"sizes {list(sizes)} add up to {sum(sizes)}, dim {dim} has {x.shape[dim]}")
+        parts = x.movedim(dim, 0).split(list(sizes))
+        padded = torch.cat([_padded(part, max(sizes)) for part in parts])
+        return self.reduce_scatter(padded, 0)[: sizes[self.rank_in_group]].movedim(0, dim)
+
     def broadcast(self, x: torch.Tensor, src: int = 0) -> torch.Tensor:
         """``x`` of group rank ``src`` on every rank, written into each rank's ``x``, which is returned."""
-        if not 0 <= src < self.world_size:
-            raise ValueError(f"broadcast from group rank {src}: this group has ranks 0 to {self.world_size - 1}")
+        self._check_rank(src, "broadcast from")
         if self.world_size == 1:
             return x
 
@@ -180,6 +210,11 @@ class GroupCoordinator:
             return x
 
         return current_scheduler().run("broadcast", (x,), launch)
+
+    def barrier(self) -> None:
+        """Returns once every rank of the group has called it."""
+        if self.world_size > 1:
+            self.all_reduce(torch.zeros(1))
 
     # Trust
 
@@ -229,7 +264,7 @@ class GroupCoordinator:
         """
         if self._channel is not None:
             self._channel.reset()
-            self._renew_fallback()
+            self._renew_cpu_group()
 
     def destroy(self) -> None:
         """Leaves the group and frees what it holds; a second call does nothing."""
@@ -237,7 +272,7 @@ class GroupCoordinator:
         if self._channel is not None:
             self._channel.destroy()
             self._channel = None
-        for group in {id(g): g for g in (self.cpu_group, self.device_group, *self._fallback_groups())}.values():
+        for group in {id(g): g for g in (self.cpu_group, self.device_group)}.values():
             pool.give_back(group, sound)
         self._providers.clear()
         self._choices.clear()
@@ -256,13 +291,6 @@ class GroupCoordinator:
 
     def _new_group(self, backend: str) -> dist.ProcessGroup:
         return pool.take(backend, self.ranks, self.config.timeout_s)
-
-    def _fallback_groups(self) -> list[dist.ProcessGroup]:
-        return [p.group for p in self._providers if isinstance(p, TorchProvider)]
-
-    @property
-    def _fallback_group(self) -> dist.ProcessGroup:
-        return self.device_group if self.device.type == "cuda" else self.cpu_group
 
     @property
     def _cpu_provider(self) -> CpuProvider | None:
@@ -297,13 +325,25 @@ class GroupCoordinator:
         self._served[provider.name] += 1
         return provider
 
-    def _renew_fallback(self) -> None:
+    def _renew_cpu_group(self) -> None:
         """A host backend's group is of no use once a collective in it was left half done."""
-        if self.device.type == "cpu":
-            for provider in self._providers:
-                if isinstance(provider, TorchProvider):
-                    pool.give_back(provider.group, sound=False)
-                    provider.group = self._new_group("gloo")
+        pool.give_back(self.cpu_group, sound=False)
+        renewed = self._new_group("gloo")
+        if self.device_group is self.cpu_group:
+            self.device_group = renewed
+        self.cpu_group = renewed
+        self._torch.cpu_group, self._torch.device_group = self.cpu_group, self.device_group
+
+    def _check_sizes(self, sizes: Sequence[int]) -> None:
+        if len(sizes) != self.world_size or min(sizes) < 0:
+            raise ValueError(f"sizes needs one size for each of {self.world_size} ranks, got {list(sizes)}")
+
+
+def _padded(rows: torch.Tensor, count: int) -> torch.Tensor:
+    """``rows`` with rows of zeros behind, up to ``count``."""
+    if rows.shape[0] == count:
+        return rows
+    return torch.cat([rows, rows.new_zeros((count - rows.shape[0], *rows.shape[1:]))])
 
 
 def _call(operation: str, x: torch.Tensor) -> Call:

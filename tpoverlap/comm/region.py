@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from tpoverlap.comm.layout import CONSUMED, PUBLISHED, Layout
-from tpoverlap.comm.protocol import POISON_OFFSET
 from tpoverlap.comm.words import MASK, SharedWords
 
 _WAIT_SLICE_S = 0.05
@@ -14,8 +13,8 @@ _WAIT_SLICE_S = 0.05
 class EagerRegion:
     """Counters of the two-word protocol (see :mod:`tpoverlap.comm.protocol`) as rank ``rank`` sees them.
 
-    check: called between the slices of a wait and after it; raises when the group has failed. first_number: where
-    the cyclic counters start (tests start them just below their wrap).
+    check: called while a wait goes on; raises when the group has failed. first_number: where the cyclic counters start
+    (tests start them just below their wrap).
     """
 
     def __init__(
@@ -59,14 +58,16 @@ class EagerRegion:
         """Until ``rank`` has read what this operation's slot held before."""
         self._wait(self._consumed[rank], (self.operation - self._num_slots) & MASK)
 
-    def poison(self) -> None:
-        """Lets every wait of every rank pass. A live rank's next store undoes it, so it is repeated."""
-        for index in self._published:
-            self._words.store(index, self._base + POISON_OFFSET)
-        for index in self._consumed:
-            self._words.store(index, self.operation + POISON_OFFSET)
+    def wake(self) -> None:
+        """Makes every waiter look at the group's failure.
+
+        The words keep their values: a host waiter asks the failure record, so nothing need be written to let it pass
+        (waits of a device are another matter, see POISON_OFFSET), and an operation whose data has all arrived still
+        completes. So a rank that is one call behind reports the failure in the call where the others do.
+        """
+        for index in (*self._published, *self._consumed):
+            self._words.wake(index)
 
     def _wait(self, index: int, target: int) -> None:
         while not self._words.wait(index, target, _WAIT_SLICE_S):
             self._check()
-        self._check()

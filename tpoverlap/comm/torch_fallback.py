@@ -27,11 +27,19 @@ class TorchProvider:
 
     name = "torch"
 
-    def __init__(self, group: dist.ProcessGroup, channel: Channel | None, watch: CpuProvider | None) -> None:
-        self.group = group
+    def __init__(
+        self,
+        cpu_group: dist.ProcessGroup,
+        device_group: dist.ProcessGroup,
+        channel: Channel | None,
+        watch: CpuProvider | None,
+    ) -> None:
+        self.cpu_group = cpu_group
+        self.device_group = device_group
         self._channel = channel
         self._watch = watch
-        self._world_size = group.size()
+        self._rank = cpu_group.rank()
+        self._world_size = cpu_group.size()
 
     def rejection_reason(self, call: Call) -> Reason | None:
         return None
@@ -41,25 +49,27 @@ class TorchProvider:
         work = out if out is not None and out.is_contiguous() else torch.empty(x.shape, dtype=x.dtype, device=x.device)
         if work is not x:
             work.copy_(x)
-        self._call("all_reduce", x, lambda: dist.all_reduce(work, group=self.group, async_op=True))
+        self._call("all_reduce", x, lambda: dist.all_reduce(work, group=self._group_for(x), async_op=True))
         return work if out is None or work is out else out.copy_(work)
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         result = torch.empty((self._world_size, *x.shape), dtype=x.dtype, device=x.device)
         rows = list(result.unbind(0))
-        self._call("all_gather", x, lambda: dist.all_gather(rows, x.contiguous(), group=self.group, async_op=True))
+        self._call(
+            "all_gather", x, lambda: dist.all_gather(rows, x.contiguous(), group=self._group_for(x), async_op=True)
+        )
         return result
 
     def reduce_scatter(self, shards: torch.Tensor) -> torch.Tensor:
         if shards.device.type == "cpu":
             # Not every gloo has a reduce-scatter.
-            return self.all_reduce(shards, None)[self.group.rank()].clone()
+            return self.all_reduce(shards, None)[self._rank].clone()
         result = torch.empty(shards.shape[1:], dtype=shards.dtype, device=shards.device)
         self._call(
             "reduce_scatter",
             shards,
             lambda: dist.reduce_scatter_tensor(
-                result.view(-1), shards.contiguous().view(-1), group=self.group, async_op=True
+                result.view(-1), shards.contiguous().view(-1), group=self.device_group, async_op=True
             ),
         )
         return result
@@ -69,37 +79,69 @@ class TorchProvider:
         self._call(
             f"broadcast from rank {src}",
             x,
-            lambda: dist.broadcast(data, group=self.group, group_src=src, async_op=True),
+            lambda: dist.broadcast(data, group=self._group_for(x), group_src=src, async_op=True),
         )
         if data is not x:
             x.copy_(data)
 
-    def _call(self, operation: str, x: torch.Tensor, launch: Callable[[], Any]) -> None:
-        description = describe(operation, x, self.name)
+    def gather(self, x: torch.Tensor, parts: list[torch.Tensor] | None, dst: int) -> None:
+        """Every rank's ``x`` into ``parts``, which only group rank ``dst`` gives."""
+        data = x.contiguous()
+        self._call(
+            f"gather to rank {dst}",
+            x,
+            lambda: dist.gather(data, parts, group=self._group_for(x), group_dst=dst, async_op=True),
+        )
 
-        def run() -> None:
-            try:
-                work = launch()
-                if x.device.type == "cpu":
-                    self._await_host(work)
+    def send(self, x: torch.Tensor, dst: int) -> None:
+        """To group rank ``dst``, which calls :meth:`recv` for a tensor of this shape and dtype."""
+        data = x.contiguous()
+        self.finish(f"send to rank {dst}", x, lambda: dist.isend(data, group=self._group_for(x), group_dst=dst))
+
+    def recv(self, x: torch.Tensor, src: int) -> None:
+        """Into contiguous ``x``, from group rank ``src``."""
+        self.finish(f"recv from rank {src}", x, lambda: dist.irecv(x, group=self._group_for(x), group_src=src))
+
+    def finish(self, operation: str, x: torch.Tensor, launch: Callable[[], Any]) -> None:
+        """Launches work of the backend and waits for it (on CUDA: makes the current stream wait)."""
+        try:
+            work = launch()
+            if x.device.type == "cpu":
+                self._await_host(work)
+            else:
                 work.wait()
-            except TpOverlapError:
-                raise
-            except RuntimeError as e:
-                self._explain(e, description)
+        except TpOverlapError:
+            raise
+        except RuntimeError as e:
+            self._explain(e, describe(operation, x, self.name))
 
+    def _group_for(self, x: torch.Tensor) -> dist.ProcessGroup:
+        return self.cpu_group if x.device.type == "cpu" else self.device_group
+
+    def _call(self, operation: str, x: torch.Tensor, launch: Callable[[], Any]) -> None:
         if self._watch is not None and x.device.type == "cpu":
-            self._watch.meet(description, run)
+            self._watch.meet(describe(operation, x, self.name), lambda: self.finish(operation, x, launch))
         else:
-            run()
+            self.finish(operation, x, launch)
 
     def _await_host(self, work: Any) -> None:
         """Waits for work of a host backend, which cannot be cancelled, but leaves it alone if the group fails."""
         done = threading.Event()
-        work.get_future().add_done_callback(lambda _: done.set())
+        errors: list[RuntimeError] = []
+
+        def wait() -> None:
+            try:
+                work.wait()
+            except RuntimeError as e:
+                errors.append(e)
+            done.set()
+
+        threading.Thread(target=wait, name="tpoverlap-gloo-wait", daemon=True).start()
         while not done.wait(_WAIT_SLICE_S):
             if self._channel is not None:
                 self._channel.check()
+        if errors:
+            raise errors[0]
 
     def _explain(self, error: RuntimeError, description: str) -> None:
         """Raises the error of ours that the backend's stands for, from it."""

@@ -1,8 +1,8 @@
 """The thread that turns a dead, stuck or disagreeing peer into an exception on every rank.
 
 It watches the peers' processes (pidfd, which also sees a zombie), the times and descriptors of the calls under way,
-and the failure record. Once there is a failure it poisons the protocol words again and again, since a live peer's
-next store would undo it, until reset or destroy. It makes no CUDA call and reads progress from the segment alone.
+and the failure record, and releases whoever waits, again and again until reset or destroy. It makes no CUDA call and
+reads progress from the segment alone.
 """
 
 from __future__ import annotations
