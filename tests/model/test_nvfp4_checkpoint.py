@@ -187,6 +187,10 @@ def test_smoothed_checkpoints_are_refused(tmp_path: Path) -> None:
         ({"quant_method": "modelopt", "quant_algo": "NVFP4_AWQ"}, "NVFP4_AWQ"),
         ({"quant_method": "compressed-tensors", "format": "pack-quantized"}, "'pack-quantized'"),
         ({"quant_method": "compressed-tensors", "format": "mixed-precision"}, "mixed-precision"),
+        (
+            QUANTIZATION["compressed-tensors"] | {"transform_config": {"config_groups": {"R1": {"type": "hadamard"}}}},
+            "transforms",
+        ),
         ({"quant_method": "gptq", "bits": 4}, "'gptq'"),
         ({"bits": 4}, "None"),
         ({"quant_algo": "NVFP4", "group_size": 32}, "groups of 32"),

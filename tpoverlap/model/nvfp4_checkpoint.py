@@ -50,6 +50,8 @@ def find_convention(quantization: Mapping[str, Any]) -> Convention:
     elif method == "compressed-tensors":
         found, convention = quantization.get("format"), COMPRESSED_TENSORS
         supported = found == "nvfp4-pack-quantized"
+        if (quantization.get("transform_config") or {}).get("config_groups"):
+            raise _unsupported(f"{method!r} and transforms of the weights")
     else:
         raise _unsupported(f"{method!r}")
     if not supported:

@@ -9,6 +9,7 @@ from importlib import resources
 
 import torch
 
+from tpoverlap.cuda.driver import call
 from tpoverlap.cuda.kernel import Kernel
 from tpoverlap.cuda.nvrtc import compile_cuda
 from tpoverlap.errors import TpOverlapError, UnsupportedError
@@ -21,6 +22,7 @@ BLOCK_ROWS = 128
 STEP_K = 128
 """k that a block takes per step; a constant of the kernel."""
 _BLOCK_THREADS = 128
+_MIN_COUNTERS = 2048
 _K_MULTIPLE = 32  # rows of the codes then start on 16 bytes
 
 
@@ -151,20 +153,22 @@ def _kernel(ordinal: int, dtype: torch.dtype) -> Kernel:
     return Kernel(image, "nvfp4_small_batch", ordinal, block=_BLOCK_THREADS)
 
 
-_arrival_counters: dict[tuple[int, int], torch.Tensor] = {}
+_counters: dict[tuple[int, int, bool], tuple[int, torch.Tensor]] = {}
 
 
 def _arrivals(device: torch.device, row_blocks: int) -> torch.Tensor:
     """Zeroed counters, int32 [>= row_blocks]; every launch leaves them zeroed.
 
-    One tensor per stream, since launches of one stream never overlap. A graph under capture gets its own, as it may
-    be replayed beside anything.
+    One tensor per stream, since launches of one stream never overlap. A graph under capture gets its own, zeroed by a
+    node at its first use: it may be replayed beside anything. Only the latest capture's is kept from being
+    reused; a graph that shares its memory pool with later ones starts with zeroing whatever they left there.
     """
-    if torch.cuda.is_current_stream_capturing():
-        return torch.zeros(row_blocks, dtype=torch.int32, device=device)
-    key = (device.index, torch.cuda.current_stream(device).cuda_stream)
-    counters = _arrival_counters.get(key)
-    if counters is None or counters.numel() < row_blocks:
-        counters = torch.zeros(max(row_blocks, 1024), dtype=torch.int32, device=device)
-        _arrival_counters[key] = counters
+    stream = torch.cuda.current_stream(device).cuda_stream
+    capturing = torch.cuda.is_current_stream_capturing()
+    capture = int(call("cuStreamGetCaptureInfo", stream)[1]) if capturing else 0
+    key = (device.index, stream, capturing)
+    known_capture, counters = _counters.get(key, (None, None))
+    if counters is None or known_capture != capture or counters.numel() < row_blocks:
+        counters = torch.zeros(max(row_blocks, _MIN_COUNTERS), dtype=torch.int32, device=device)
+        _counters[key] = (capture, counters)
     return counters

@@ -10,6 +10,7 @@ from tpoverlap.quant.nvfp4.format import E2M1_VALUES, GROUP, NVFP4Tensor
 
 BLOCK_WEIGHTS = 1 << 19
 """Weights decoded at a time: bounds the temporary memory to 6 bytes each, and keeps it in the CPU's cache."""
+_BLOCKS_AT_A_TIME_ON_A_DEVICE = 32  # launches cost more than cached temporaries gain
 
 
 @functools.cache
@@ -44,7 +45,8 @@ def dequantize_into(t: NVFP4Tensor, out: torch.Tensor) -> None:
         return
     table = _pair_table(t.device)
     scales = group_scales(t)
-    rows = max(1, min(n, BLOCK_WEIGHTS // k))
+    block_weights = BLOCK_WEIGHTS * (1 if t.device.type == "cpu" else _BLOCKS_AT_A_TIME_ON_A_DEVICE)
+    rows = max(1, min(n, block_weights // k))
     index = torch.empty(rows * k // 2, dtype=torch.int32, device=t.device)
     decoded = None if out.dtype == torch.float32 else torch.empty(rows, k, dtype=torch.float32, device=t.device)
     for start in range(0, n, rows):

@@ -1,0 +1,168 @@
+"""The fused product of 1 to 8 rows against FP64."""
+
+import gc
+
+import pytest
+import torch
+from nvfp4_reference import all_codes, random_weight
+
+from tpoverlap.errors import UnsupportedError
+from tpoverlap.quant import DequantWorkspace, NVFP4Linear
+from tpoverlap.quant.nvfp4 import NVFP4Tensor, concat_columns, dequantize, small_batch
+
+pytestmark = pytest.mark.gpu
+
+DTYPES = (torch.float16, torch.bfloat16)
+
+
+def random_rows(m: int, k: int, seed: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.randn(m, k, device="cuda", generator=torch.Generator("cuda").manual_seed(seed)).to(dtype)
+
+
+def assert_close_to_fp64(
+    got: torch.Tensor, x: torch.Tensor, weight: NVFP4Tensor, bias: torch.Tensor | None = None
+) -> None:
+    """Within rounding of the output, plus FP32 rounding of sums of the products' magnitudes."""
+    scale = weight.scales.double().repeat_interleave(16, 1) * weight.global_scale.double().reshape(-1, 1)
+    ones = torch.ones(weight.scales.shape, device="cuda").to(torch.float8_e4m3fn)
+    one = torch.ones((), device="cuda")
+    code = dequantize(NVFP4Tensor(weight.codes, ones, one, weight.shape), torch.float32).double()
+    w = code * scale
+    wanted = x.double() @ w.T + (0 if bias is None else bias.double())
+    magnitude = x.double().abs() @ w.abs().T
+    assert got.shape == wanted.shape
+    nan = wanted.isnan()
+    assert torch.equal(got.isnan(), nan)
+    bound = wanted.abs() * torch.finfo(got.dtype).eps / 2 * 1.01 + magnitude * 2e-6 + torch.finfo(got.dtype).tiny
+    error = (got.double() - wanted).abs()
+    assert (error <= bound)[~nan].all(), f"largest error {error[~nan].max():.3g}"
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("m", range(1, 9))
+@pytest.mark.parametrize(("n", "k"), [(1, 32), (16, 128), (100, 160), (128, 512), (129, 96), (300, 1056), (1024, 2048)])
+def test_matches_fp64(n: int, k: int, m: int, dtype: torch.dtype) -> None:
+    weight = random_weight(n, k, seed=n + k, per_row=bool(m % 2)).to("cuda")
+    x = random_rows(m, k, m, dtype)
+    bias = random_rows(1, n, m + 1, dtype)[0] if m % 3 == 0 else None
+    for splits in (None, 1, 2, 3, 7):
+        assert_close_to_fp64(small_batch.linear(x, weight, bias, splits=splits), x, weight, bias)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_code_under_every_scale(dtype: torch.dtype) -> None:
+    """One column of x at a time is one, so each output is one weight; NaN scales reach their rows alone."""
+    t = all_codes(0.5).to("cuda")
+    wide = concat_columns([t, t, t, t])
+    values = dequantize(wide, torch.float32)
+    for column in range(0, 128, 8):
+        x = torch.zeros(8, 128, dtype=dtype, device="cuda")
+        x[torch.arange(8), column + torch.arange(8)] = 1.0
+        got = small_batch.linear(x, wide)
+        wanted = values[:, column : column + 8].T.to(dtype)
+        assert torch.equal(got.isnan(), wanted.isnan() | values.isnan().any(1))
+        finite = ~got.isnan()
+        assert torch.equal(got[finite], wanted[finite])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_row_alone_equals_the_row_in_a_batch_at_equal_splits(dtype: torch.dtype) -> None:
+    weight = random_weight(200, 1024, seed=1).to("cuda")
+    x = random_rows(8, 1024, 2, dtype)
+    for splits in (1, 4):
+        batch = small_batch.linear(x, weight, splits=splits)
+        for row in range(8):
+            assert torch.equal(small_batch.linear(x[row : row + 1], weight, splits=splits), batch[row : row + 1])
+
+
+def test_repeated_launches_give_the_same_bits() -> None:
+    weight = random_weight(2000, 4096, seed=3).to("cuda")
+    x = random_rows(5, 4096, 4, torch.bfloat16)
+    first = small_batch.linear(x, weight)
+    assert all(torch.equal(small_batch.linear(x, weight), first) for _ in range(200))
+
+
+def test_two_streams_at_once() -> None:
+    weights = [random_weight(3000, 4096, seed=s).to("cuda") for s in (5, 6)]
+    x = random_rows(3, 4096, 7, torch.float16)
+    wanted = [small_batch.linear(x, weight) for weight in weights]
+    streams = [torch.cuda.Stream() for _ in weights]
+    torch.cuda.synchronize()
+    got: list[list[torch.Tensor]] = [[], []]
+    for _ in range(50):
+        for i, stream in enumerate(streams):
+            with torch.cuda.stream(stream):
+                got[i].append(small_batch.linear(x, weights[i]))
+    torch.cuda.synchronize()
+    assert all(torch.equal(y, wanted[i]) for i in (0, 1) for y in got[i])
+
+
+def test_graphs_replay_with_new_inputs_beside_eager_calls() -> None:
+    weights = [random_weight(n, 4096, seed=n).to("cuda") for n in (700, 3000)]
+    x = random_rows(4, 4096, 8, torch.float16)
+    for weight in weights:
+        small_batch.linear(x, weight)
+    gc.collect()
+    pool = torch.cuda.graph_pool_handle()
+    graphs, outputs = [], []
+    for _ in range(2):  # two captures that share a pool
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool):
+            outputs.append([small_batch.linear(x, weight) for weight in (*weights, *weights)])
+        graphs.append(graph)
+    side = torch.cuda.Stream()
+    for turn in range(20):
+        x.copy_(random_rows(4, 4096, 100 + turn, torch.float16))
+        wanted = [small_batch.linear(x, weight) for weight in (*weights, *weights)]
+        torch.cuda.synchronize()
+        with torch.cuda.stream(side):
+            graphs[turn % 2].replay()
+        beside = [small_batch.linear(x, weight) for weight in weights]
+        torch.cuda.synchronize()
+        assert all(torch.equal(a, b) for a, b in zip(outputs[turn % 2], wanted, strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(beside, wanted, strict=False))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_decode_sized_linear_reads_the_packed_weight(dtype: torch.dtype) -> None:
+    workspace = DequantWorkspace()
+    weight = random_weight(272, 320, seed=9, per_row=True).to("cuda")
+    bias = random_rows(1, 272, 10, dtype)[0]
+    layer = NVFP4Linear(weight, bias, dtype=dtype, workspace=workspace)
+    for shape in ((320,), (1, 320), (2, 3, 320), (8, 320)):
+        x = random_rows(8, 320, 11, dtype).flatten()[: torch.Size(shape).numel()].view(shape)
+        got = layer(x)
+        assert got.shape == (*shape[:-1], 272)
+        assert_close_to_fp64(got.view(-1, 272), x.reshape(-1, 320), weight, bias)
+    assert workspace.dequantizations == 0
+    layer(random_rows(9, 320, 12, dtype))
+    assert workspace.dequantizations == 1
+
+
+def test_strided_and_unaligned_rows() -> None:
+    weight = random_weight(64, 96, seed=13).to("cuda")
+    wide = random_rows(6, 200, 14, torch.float16)
+    for x in (wide[::2, :96], wide[:, 1:97], wide.flatten()[1 : 1 + 3 * 96].view(3, 96)):
+        assert_close_to_fp64(small_batch.linear(x, weight), x, weight)
+
+
+def test_what_the_kernel_does_not_take_is_refused_with_the_reason() -> None:
+    weight = random_weight(64, 96, seed=15).to("cuda")
+    narrow = random_weight(64, 48, seed=16).to("cuda")
+    half = torch.float16
+    for x, w, reason in (
+        (random_rows(9, 96, 1, half), weight, "1 to 8"),
+        (random_rows(0, 96, 1, half), weight, "0 rows"),
+        (random_rows(1, 48, 1, half), narrow, "multiple of 32"),
+        (random_rows(1, 96, 1, torch.float32), weight, "float32"),
+        (random_rows(1, 96, 1, half).cpu(), weight, "cpu"),
+        (random_rows(1, 96, 1, half), weight.to("cpu"), "weight on cpu"),
+    ):
+        assert reason in str(small_batch.rejection(x, w))
+        with pytest.raises(UnsupportedError, match=reason):
+            small_batch.linear(x, w)
+    with pytest.raises(ValueError, match="bias"):
+        small_batch.linear(random_rows(1, 96, 1, half), weight, torch.ones(64, device="cuda"))
+    layer = NVFP4Linear(narrow, dtype=half)
+    x = random_rows(2, 48, 17, half)
+    assert torch.equal(layer(x), torch.nn.functional.linear(x, dequantize(narrow, half)))
