@@ -276,13 +276,16 @@ def test_gguf_weights_are_those_that_transformers_reads(tmp_path: Path, family: 
         assert torch.equal(expected[q_name], model.state_dict()[q_name])
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_a_gguf_model_runs_like_the_one_that_it_was_made_from(tmp_path: Path, world_size: int) -> None:
-    model = make_model("llama", 21, tie_word_embeddings=False)
-    write_gguf(tmp_path / "model.gguf", "llama", model, q4=False)
+@pytest.mark.parametrize("world_size", [1, 2, 8])
+@pytest.mark.parametrize("q4", [False, True])
+def test_a_gguf_model_runs_like_the_one_that_it_was_made_from(tmp_path: Path, q4: bool, world_size: int) -> None:
+    model = make_model("llama", 21, num_attention_heads=9, num_key_value_heads=3, hidden_size=288, head_dim=32)
+    path = tmp_path / "model.gguf"
+    write_gguf(path, "llama", model, q4=q4)
+    model.load_state_dict(load_gguf_checkpoint(path, return_tensors=True, model_to_load=model)["tensors"])
 
     def work(group: ThreadGroup) -> torch.Tensor:
-        return logits_of(load_decoder(tmp_path / "model.gguf", weights="fp32", group=group))
+        return logits_of(load_decoder(path, weights="fp32", group=group))
 
     for logits in run_ranks(world_size, work):
         assert (logits - transformers_logits(model)).abs().max() <= 1e-3

@@ -44,6 +44,12 @@ class DecoderConfig:
     tied_embeddings: bool
     max_positions: int
 
+    @property
+    def linear_weights_per_layer(self) -> int:
+        """Elements of a layer's projections."""
+        attention = 2 * self.head_dim * (self.num_query_heads + self.num_kv_heads)
+        return self.hidden_size * (attention + 3 * self.intermediate_size)
+
 
 def load_config(path: str | Path) -> DecoderConfig:
     """Reads the configuration of a checkpoint: a Hugging Face folder (config.json) or a GGUF file.

@@ -97,10 +97,15 @@ class Decoder(nn.Module):
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[rows, hidden] -> [rows, vocabulary] in the model's dtype, with the same bits on every rank. A collective."""
-        logits = self._shard_logits(hidden, padding=0.0)
+        logits = self._padded_shard_logits(hidden, padding=0.0)
         if self.group is not None:
             logits = self.group.all_gather(logits, -1)
         return logits[:, : self.config.vocab_size]
+
+    @torch.inference_mode()
+    def shard_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """This rank's columns of :meth:`logits`: [rows, hidden] -> [rows, vocab.stop - vocab.start]. No collective."""
+        return F.linear(hidden, self.lm_head)
 
     @torch.inference_mode()
     def token_losses(self, hidden: torch.Tensor, targets: torch.Tensor, *, block: int = 256) -> torch.Tensor:
@@ -117,7 +122,7 @@ class Decoder(nn.Module):
         return torch.cat(losses)
 
     def _block_losses(self, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        logits = self._shard_logits(hidden, padding=float("-inf")).float()
+        logits = self._padded_shard_logits(hidden, padding=float("-inf")).float()
         index = targets - self.vocab.start
         in_shard = (index >= 0) & (index < self.lm_head.shape[0])
         target_logits = logits.gather(1, index.clamp(0, self.vocab.size - 1)[:, None])[:, 0]
@@ -126,5 +131,5 @@ class Decoder(nn.Module):
             parts = self.group.all_gather(parts, 0)
         return parts[:, 0].logsumexp(0) - parts[:, 1].sum(0)
 
-    def _shard_logits(self, hidden: torch.Tensor, *, padding: float) -> torch.Tensor:
-        return F.pad(F.linear(hidden, self.lm_head), (0, self.vocab.size - self.lm_head.shape[0]), value=padding)
+    def _padded_shard_logits(self, hidden: torch.Tensor, *, padding: float) -> torch.Tensor:
+        return F.pad(self.shard_logits(hidden), (0, self.vocab.size - self.lm_head.shape[0]), value=padding)

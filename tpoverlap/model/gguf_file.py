@@ -92,6 +92,8 @@ class GGUFSource:
 
         stored = self._stored_name(name)
         tensor = self._tensors[stored]
+        if start == stop:  # gguf cannot decode an empty slice
+            return torch.zeros(0, *(int(size) for size in reversed(tensor.shape[:-1])))
         # Quantization blocks lie along a row, so a slice of rows decodes alone.
         values = torch.from_numpy(dequantize(tensor.data[start:stop], tensor.tensor_type).copy())
         if self._head_dim and stored.split(".")[-2] in ("attn_q", "attn_k"):
