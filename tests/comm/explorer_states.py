@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 from explorer_model import FAILURE, Access, Model, Step, Wait
@@ -132,10 +133,10 @@ class States:
         if self._watchers is None:
             return
         if self._watchers.victim:
-            yield lambda codes: self._set_bit(codes, _DEAD, "the victim dies", is_progress=False)
-        yield lambda codes: self._set_bit(codes, FAILURE, "records a failure", is_progress=True)
+            yield partial(self._set_bit, _DEAD, "the victim dies", False)
+        yield partial(self._set_bit, FAILURE, "records a failure", True)
         for word in self._watchers.poison:
-            yield lambda codes, word=word: self._poison(codes, word)
+            yield partial(self._poison, word)
 
     def hazards(self, codes: np.ndarray, move: Move) -> Iterator[tuple[int, np.ndarray]]:
         """(process, rows of ``codes``) with whose access an access that ``move`` begins there is at odds."""
@@ -171,11 +172,11 @@ class States:
     def _is_victim(self, i: int) -> bool:
         return self._watchers is not None and self.names[i] in self._watchers.victim
 
-    def _set_bit(self, codes: np.ndarray, name: str, text: str, is_progress: bool) -> Move:
+    def _set_bit(self, name: str, text: str, is_progress: bool, codes: np.ndarray) -> Move:
         rows = np.flatnonzero(self._get(codes, name) == 0)
         return Move(-1, text, rows, codes[rows] | (1 << self._fields[name][0]), is_progress)
 
-    def _poison(self, codes: np.ndarray, word: str) -> Move:
+    def _poison(self, word: str, codes: np.ndarray) -> Move:
         watchers = self._watchers
         assert watchers is not None
         shift, mask = self._fields[word]

@@ -1,20 +1,24 @@
-"""The protocol's schedules as models for the explorer: the steps of :mod:`tpoverlap.comm.protocol` with what each does
-to words, slots and the caller's buffers, the ways in which providers run them, poison, and reset."""
+"""The protocol's schedules as models for the explorer.
+
+The steps of :mod:`tpoverlap.comm.protocol`, what each does to words, slots and the caller's buffers, and the ways in
+which providers run them. A slot holds whole operations one after the other: the bytes of one operation's parts overlap
+all parts of another, since sizes differ. Only a mailbox's pieces keep their places.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 
-from explorer_model import FAILURE, Access, Model, Point, Step, Wait, Watchers
+from explorer_model import Access, Model, Point, Step, Wait
+from failure_models import FAILED, FAILED_AGAIN, RESET, Failing
 
 from tpoverlap.comm import protocol
-from tpoverlap.comm.protocol import EMPTY, FULL, POISON, POISON_OFFSET, Kind
+from tpoverlap.comm.protocol import EMPTY, FULL, Kind
 from tpoverlap.comm.words import MASK, reached
 
 Steps = tuple[protocol.Step, ...]
 BELOW_WRAP = MASK - 1
-_MAILBOX_SLOT = 0
 
 
 @dataclass(frozen=True)
@@ -28,27 +32,13 @@ class Operation:
 
 
 @dataclass(frozen=True)
-class Failing:
-    """A failure at any moment. raises: waits look at the failure record, as on CPU; else steps run through, as queued
-    launches do. after_reset: the operations that all ranks run after a reset; None: they do not reset."""
-
-    raises: bool = False
-    repeats: bool = True
-    records_first: bool = True
-    dies: int | None = None
-    after_reset: tuple[Operation, ...] | None = None
-    first_barrier: bool = True
-    second_barrier: bool = True
-    watcher_stops: bool = True
-
-
-@dataclass(frozen=True)
 class Run:
     """``operations`` one after the other, on every rank.
 
     lanes: up and down run concurrently, each in order over all operations, beside the caller, as copy engines do; else
     one process a rank runs all steps in the order of the lists, as on CPU (or on a device that serializes streams).
     num_buffers: how many pairs of input and output the caller uses in turn, each as soon as its operation has ended.
+    after_reset: the operations that follow where ``failing`` resets.
 
     The rest plants faults. edit: changes the list of (rank, index of the operation). waits_for_slots: how many slots
     writers believe that there are. joins_uploads: whether an operation ends for its caller only after its uploads.
@@ -61,6 +51,7 @@ class Run:
     num_buffers: int = 2
     first_number: int = BELOW_WRAP
     failing: Failing | None = None
+    after_reset: tuple[Operation, ...] = ()
     fuse_waits: bool = True
     edit: Callable[[int, int, Steps], Steps] = lambda rank, n, steps: steps
     compare: Callable[[int, int], bool] = reached
@@ -68,42 +59,17 @@ class Run:
     joins_uploads: bool = True
     mailbox_word: Callable[[int, int, int], str] = lambda writer, reader, piece: f"box {writer}>{reader}.{piece}"
 
+    def process(self, rank: int, lane: str) -> str:
+        return f"rank {rank} {lane}" if self.lanes else f"rank {rank}"
+
     def model(self) -> Model:
+        assert not (self.lanes and self.failing and self.failing.raises), "only a thread that runs all steps raises"
         ranks = [_Rank(self, rank) for rank in range(self.world_size)]
         processes = {name: steps for rank in ranks for name, steps in rank.processes.items()}
         words = {word: value for rank in ranks for word, value in rank.own_words.items()}
         if not self.failing:
             return Model(processes, words, fuse_waits=self.fuse_waits)
-        victim: tuple[str, ...] = ()
-        if self.failing.dies is not None:
-            victim = tuple(ranks[self.failing.dies].processes)
-        pauses: tuple[tuple[str, Hashable, Hashable], ...] = ()
-        if self.failing.after_reset is not None and self.failing.watcher_stops:
-            pauses = tuple((rank.name("up"), "stopped", "reset") for rank in ranks)
-        watchers = Watchers(
-            poisoned(processes, words), pauses, self.failing.repeats, self.failing.records_first, victim
-        )
-        return Model(processes, words | {FAILURE: 0}, watchers, self.fuse_waits)
-
-
-def poisoned(processes: dict[str, list[Step]], words: dict[str, int]) -> dict[str, int]:
-    """The poison of every word. Asserts that it satisfies every wait, whatever its writer knew of the progress."""
-    result = {}
-    waits = [wait for steps in processes.values() for step in steps for wait in step.waits]
-    for word, start in words.items():
-        if word.startswith("box"):
-            result[word] = POISON
-            assert all(wait.test(POISON, wait.target) for wait in waits if wait.word == word)
-            continue
-        stored = [value for steps in processes.values() for step in steps for w, value in step.stores if w == word]
-        for value in [start, *stored]:
-            result[word] = (value + POISON_OFFSET) & MASK
-            assert all(wait.test(result[word], wait.target) for wait in waits if wait.word == word)
-    return result
-
-
-def _equal(value: int, target: int) -> bool:
-    return value == target
+        return self.failing.model(processes, words, [rank.name("up") for rank in ranks])
 
 
 def _has_state(value: int, target: int) -> bool:
@@ -131,14 +97,14 @@ class _Rank:
             self.own_words |= {f"{word} {self.rank}": run.first_number for word in ("published", "consumed")}
         self._operations(run.operations, first_index=0)
         if run.failing:
-            self._end_of_operations("failed")
-            if run.failing.after_reset is not None:
+            self._end_of_operations(FAILED)
+            if run.failing.resets:
                 self._reset(run.failing)
-                self._operations(run.failing.after_reset, first_index=len(run.operations))
-                self._end_of_operations("failed again")
+                self._operations(run.after_reset, first_index=len(run.operations))
+                self._end_of_operations(FAILED_AGAIN)
 
     def name(self, lane: str) -> str:
-        return f"rank {self.rank} {lane}" if self.run.lanes else f"rank {self.rank}"
+        return self.run.process(self.rank, lane)
 
     @property
     def _peers(self) -> list[int]:
@@ -228,9 +194,7 @@ class _Rank:
             text = f"{step.kind.name} operation {n}: {store[0]} = {store[1]}"
             self._add(lane, Step(text, behind=behind, stores=(store,), mark=mark))
 
-    def _copy(
-        self, lane: str, what: str, touches: list[Access], behind: tuple[Point, ...], mark: Hashable
-    ) -> None:
+    def _copy(self, lane: str, what: str, touches: list[Access], behind: tuple[Point, ...], mark: Hashable) -> None:
         lenient = self.run.failing is not None and not self.run.failing.raises
         self._add(lane, Step(f"begins {what}", behind=behind, begins=tuple(touches), lenient=lenient))
         self._add(lane, Step(f"ends {what}", ends=tuple(touches), mark=mark, lenient=lenient))
@@ -242,10 +206,10 @@ class _Rank:
 
         def slot(rank: int, shard: int, writes: bool) -> Access:
             boxed = operation.schedule is protocol.mailbox
-            index = _MAILBOX_SLOT if boxed else number % self.run.num_slots
+            place = "mailbox slot" if boxed else f"slot {number % self.run.num_slots}"
             text = f"operation {n}, piece {piece} of rank {rank}" + (f", shard {shard}" if shard >= 0 else "")
             layout = operation.geometry if boxed else n
-            return Access(f"slot {index} of rank {rank}", layout, (shard, piece), (n, phase), writes, text)
+            return Access(f"{place} of rank {rank}", layout, (shard, piece), (n, phase), writes, text)
 
         def buffer(kind: str, part: str, writes: bool) -> Access:
             memory = f"{kind} buffer {n % self.run.num_buffers} of rank {me}"
@@ -272,89 +236,19 @@ class _Rank:
     def _escape(self, n: int) -> Hashable:
         if not (self.run.failing and self.run.failing.raises):
             return None
-        return "failed" if n < len(self.run.operations) else "failed again"
+        return FAILED if n < len(self.run.operations) else FAILED_AGAIN
 
     def _end_of_operations(self, mark: Hashable) -> None:
         for lane in ("up", "down", "caller") if self.run.lanes else ("up",):
             self._add(lane, Step("has issued everything", mark=mark))
 
     def _reset(self, failing: Failing) -> None:
-        """The drain, the barrier, the restoration of the own words and the barrier of comm.md's rule on failures."""
-        others = [f"rank {q} up" if self.run.lanes else f"rank {q}" for q in self._peers]
-        failed = Wait(FAILURE, 1, _equal)
-        drained = self._points("up", ("down", "failed"), ("caller", "failed"))
-        self._add("up", Step("reset: drained; stops its watcher", (failed,), drained, mark="stopped"))
-        if failing.first_barrier:
-            self._add("up", Step("reset: first barrier", behind=tuple((other, "stopped") for other in others)))
-        if self.rank == 0:
-            self._add("up", Step("reset: clears the failure record", stores=((FAILURE, 0),)))
-        for word, value in self.own_words.items():
-            self._add("up", Step(f"reset: restores {word}", stores=((word, value),)))
-        self._add("up", Step("reset: has restored", mark="restored"))
-        if failing.second_barrier:
-            self._add("up", Step("reset: second barrier", behind=tuple((other, "restored") for other in others)))
-        self._add("up", Step("reset: done", mark="reset"))
-        if self.run.lanes:
-            for lane in ("down", "caller"):
-                self._add(lane, Step("goes on after the reset", behind=((self.name("up"), "reset"),)))
+        leaders = [self.run.process(q, "up") for q in range(self.run.world_size)]
+        drained = self._points("up", ("down", FAILED), ("caller", FAILED))
+        self.processes[self.name("up")] += failing.reset(self.rank, leaders, drained, self.own_words)
+        for lane in ("down", "caller") if self.run.lanes else ():
+            self._add(lane, Step("goes on after the reset", behind=((self.name("up"), RESET),)))
 
 
 _COPIES = {Kind.UPLOAD: 1, Kind.COLLECT: 2, Kind.REDUCE: 2, Kind.UPLOAD_RESULT: 3, Kind.COLLECT_RESULT: 4}
 """The steps that copy, with the place in an operation at which they touch memory."""
-
-
-@dataclass(frozen=True)
-class KernelRun:
-    """Kernel mode: each call is one kernel of two blocks a rank. A block writes its part of the payload into the slot,
-    raises its flag to the sequence number, waits for the same block of every peer and reads their parts. A kernel
-    starts when the one before it has ended.
-
-    grids: for each call how many blocks have a part of the payload. The fault is the other way to do it: blocks without
-    a part are not launched, and each block counts its own calls.
-    """
-
-    world_size: int
-    grids: tuple[int, ...]
-    num_slots: int = 2
-    first_number: int = BELOW_WRAP
-    counts_per_block: bool = False
-    failing: bool = False
-
-    def model(self) -> Model:
-        ranks, blocks = range(self.world_size), range(2)
-        words = {f"flag {q}.{b}": self.first_number for q in ranks for b in blocks}
-        processes = {f"rank {q} block {b}": self._block(q, b) for q in ranks for b in blocks}
-        if not self.failing:
-            return Model(processes, words)
-        return Model(processes, words | {FAILURE: 0}, Watchers(poisoned(processes, words)))
-
-    def _block(self, rank: int, block: int) -> list[Step]:
-        steps: list[Step] = []
-        count = 0
-        for n, grid in enumerate(self.grids):
-            before = tuple((f"rank {rank} block {b}", n - 1) for b in range(2) if b != block and n > 0)
-            if self.counts_per_block and block >= grid:
-                steps.append(Step(f"call {n} has no such block", behind=before, mark=n))
-                continue
-            count += 1
-            number = (self.first_number + (count if self.counts_per_block else n + 1)) & MASK
-            # A grid of one block has the whole payload in that block, else block b has half b.
-            halves = [half for half in range(2) if block == (half if grid == 2 else 0)]
-            writes = [self._touch(n, rank, number, half, True) for half in halves]
-            peers = [q for q in range(self.world_size) if q != rank]
-            reads = [self._touch(n, q, number, half, False) for q in peers for half in halves]
-            begins, ends = f"call {n} slot {number % self.num_slots} begins to", f"call {n} has ended to"
-            steps += [
-                Step(f"{begins} write", behind=before, begins=tuple(writes), lenient=self.failing),
-                Step(f"{ends} write", ends=tuple(writes), mark=("written", n)),
-                Step(f"call {n}: flag = {number}", stores=((f"flag {rank}.{block}", number),), mark=("flag", n)),
-                *(Step(f"call {n}: until flag {q}.{block} has come to {number}",
-                       waits=(Wait(f"flag {q}.{block}", number, reached),)) for q in peers),
-                Step(f"{begins} read", begins=tuple(reads), lenient=self.failing),
-                Step(f"{ends} read", ends=tuple(reads), mark=n),
-            ]  # fmt: skip
-        return steps
-
-    def _touch(self, n: int, rank: int, number: int, half: int, writes: bool) -> Access:
-        slot = f"slot {number % self.num_slots} of rank {rank}"
-        return Access(slot, n, half, (n, 1 if writes else 2), writes, f"call {n}, half {half} of rank {rank}")
