@@ -225,3 +225,21 @@ def test_two_threads_that_take_turns_share_one_workspace() -> None:
     assert workspace.dequantizations == 6
     assert len(results[0]) == 6
     assert all(torch.equal(a, b) for a, b in zip(results[0], results[1], strict=True))
+
+
+@pytest.mark.filterwarnings("ignore:Dynamo detected a call")
+def test_a_compiled_layer_does_not_depend_on_the_workspace() -> None:
+    workspace = DequantWorkspace(capacity=1)
+    layer, other = (
+        NVFP4Linear(random_weight(32, 32, seed=s), dtype=torch.float32, workspace=workspace) for s in (1, 2)
+    )
+    compiled = torch.compile(layer, backend="eager", fullgraph=True)
+    x = torch.randn(3, 32, generator=torch.Generator().manual_seed(3))
+    with torch.no_grad():
+        for weights in (None, other.state_dict()):
+            if weights is not None:
+                layer.load_state_dict(weights)
+            wanted = layer(x)
+            asked = workspace.dequantizations
+            assert torch.equal(compiled(x), wanted)
+            assert workspace.dequantizations == asked

@@ -20,8 +20,8 @@ class NVFP4Linear(nn.Module):
     x: [..., K] in the compute dtype ``dtype`` (FP16, BF16 or FP32). bias: [N] or None, kept in ``dtype``. The weight is
     dequantized into ``workspace``, which the layers of a model share, and the dense GEMM runs on it; layers given no
     workspace make their own. On CUDA, inputs of up to 8 rows take a kernel that reads the 4-bit weight once instead
-    (:mod:`tpoverlap.quant.nvfp4.small_batch`), where it supports them. Where x requires a gradient, the weight is
-    dequantized into a tensor of its own.
+    (:mod:`tpoverlap.quant.nvfp4.small_batch`), where it supports them. Where x requires a gradient, and in a
+    torch.compile'd model, the weight is dequantized into a tensor of its own.
 
     Buffers: codes, scales, global_scale and bias. Moving the module moves them; ``half()``, ``to(dtype)`` and the like
     leave their dtypes alone, since the format fixes them. Shard by slicing the weight: :meth:`shard_rows` and
@@ -83,6 +83,10 @@ class NVFP4Linear(nn.Module):
             raise ValueError(
                 f"input is {x.dtype} {list(x.shape)}; this layer takes {self.dtype} [..., {self.in_features}]"
             )
+        if torch.compiler.is_compiling():
+            # What the workspace holds is no part of a traced graph, so a graph must not depend on it.
+            weight = NVFP4Tensor(self.codes, self.scales, self.global_scale, (self.out_features, self.in_features))
+            return nn.functional.linear(x, dequantize(weight, self.dtype), self.bias)
         weight = self.weight
         if torch.is_grad_enabled() and x.requires_grad:
             dense = dequantize(weight, self.dtype)  # backward reads it after the workspace has moved on

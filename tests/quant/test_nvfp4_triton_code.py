@@ -1,0 +1,51 @@
+"""Machine code of the Triton kernels for GPUs that are not here: it exists, is wide, and keeps subnormals."""
+
+import re
+import subprocess
+import warnings
+from pathlib import Path
+
+import pytest
+
+from tpoverlap.quant.nvfp4.tiles import tile_for
+
+triton = pytest.importorskip("triton")
+
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.compiler import ASTSource  # noqa: E402
+
+from tpoverlap.quant.nvfp4 import triton_kernels  # noqa: E402
+
+COMMON = {"words": "*i32", "scales": "*u8", "global_scale": "*fp32"}
+KERNELS = {
+    "row_major": (triton_kernels.dequantize_row_major, {"num_groups": "i32", "groups_per_row": "i32"}),
+    "qpn2": (triton_kernels.dequantize_qpn2, {"groups_per_row": "i32"}),
+}
+
+
+@pytest.mark.parametrize("layout", ["row_major", "qpn2"])
+@pytest.mark.parametrize(("capability", "out"), [((7, 5), "fp16"), ((9, 0), "bf16")])
+def test_stores_are_16_bytes_wide_and_products_keep_subnormals(
+    tmp_path: Path, capability: tuple[int, int], out: str, layout: str
+) -> None:
+    kernel, sizes = KERNELS[layout]
+    tile = tile_for(layout, capability)  # type: ignore[arg-type]
+    signature = COMMON | {"out": f"*{out}"} | sizes | {"PER_ROW": "constexpr", "GROUPS": "constexpr"}
+    source = ASTSource(
+        kernel,
+        signature,
+        constexprs={"PER_ROW": True, "GROUPS": tile.groups},
+        attrs={(i,): [["tt.divisibility", 16]] for i in range(4)},
+    )
+    target = GPUTarget("cuda", 10 * capability[0] + capability[1], 32)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a notice about the default of fusing multiply and add: there is no add
+        compiled = triton.compile(source, target=target, options={"num_warps": tile.num_warps})
+    cubin = tmp_path / "kernel.cubin"
+    cubin.write_bytes(compiled.asm["cubin"])
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
+    code = subprocess.run([tool, "-c", cubin], capture_output=True, text=True, check=True).stdout
+    assert re.search(r"STG\.E(\.\w+)*\.128", code)
+    assert "FMUL" in code
+    assert "FMUL.FTZ" not in code
+    assert not re.search(r"\b(LDL|STL)\b", code)
