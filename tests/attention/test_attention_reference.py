@@ -55,7 +55,7 @@ def test_head_dims_and_dtypes(head_dim, dtype):
     block_size=st.integers(1, 40),
     window=st.one_of(st.none(), st.integers(1, 160)),
     softcap=st.one_of(st.none(), st.floats(0.5, 50)),
-    scale=st.one_of(st.none(), st.floats(-1, 1)),
+    scale=st.one_of(st.none(), st.floats(0.01, 1)),
 )
 def test_any_geometry(seed, requests, group, kv_heads, block_size, window, softcap, scale):
     case = make_case(seed, requests, q_heads=group * kv_heads, kv_heads=kv_heads, head_dim=8, block_size=block_size)
@@ -169,8 +169,11 @@ def test_wrong_tensors_are_refused(change, message):
         ({"softcap": 0.0}, "softcap"),
         ({"softcap": math.inf}, "softcap"),
         ({"scale": math.nan}, "scale"),
+        ({"scale": 0.0}, "scale"),
+        ({"scale": -1.0}, "scale"),
         ({"num_splits": -1}, "num_splits"),
-        ({"backend": "fastest"}, "unknown prefill backend"),
+        ({"backend": "fastest"}, "unknown backend"),
+        ({"max_query_len": -1}, "max_query_len"),
         ({"out": torch.zeros(5, 4, 64, dtype=torch.float16)}, "out must have"),
     ],
 )
@@ -186,6 +189,7 @@ def test_wrong_options_are_refused(options, message):
         ({"num_splits": 0}, "num_splits"),
         ({"num_splits": 129}, "num_splits"),
         ({"num_splits": None}, "num_splits"),
+        ({"backend": "turing"}, "unknown backend"),
         ({"workspace": torch.zeros(10)}, "at least 16896 elements"),
         ({"workspace": torch.zeros(20000, dtype=torch.float16)}, "float32"),
     ],

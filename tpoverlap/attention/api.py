@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Literal, overload
 
 import torch
 
-from tpoverlap.attention import reference
 from tpoverlap.attention.arguments import MAX_DECODE_SPLITS, check_count, check_options, check_tensors, output_like
-from tpoverlap.attention.backend import PACKED_PREFILL, PrefillRequest
-from tpoverlap.attention.selection import select_prefill_backend
+from tpoverlap.attention.backend import PACKED_PREFILL, PrefillBackend, PrefillRequest
+from tpoverlap.attention.selection import Selection, select_decode_backend, select_prefill_backend
 
 
 @overload
@@ -85,8 +87,8 @@ def paged_prefill(
     scale: of the scores, default 1 / sqrt(head_dim). softcap: c tanh(score / c) in place of each scaled score.
     num_splits: parts that a backend with split-KV cuts each key range into; None or 0: its own choice.
     batch_invariant: a row's bits must not depend on the other requests. backend: ``"auto"`` or a name of
-    ``PREFILL_BACKENDS``. out: takes the result. max_query_len: upper bound, in tokens, of what one request brings;
-    given, a GPU's lengths need not be read back to choose a backend.
+    ``PREFILL_BACKENDS``; "auto" asks for a packed prefill. out: takes the result. max_query_len: upper bound, in
+    tokens, of what one request brings; given, a GPU's lengths need not be read back to choose a backend.
 
     Returns the output [tokens, q_heads, head_dim] in the dtype of q and, with ``return_lse``, the natural log-sum-exp
     of each row's scores, float32 [tokens, q_heads] (-inf where no key is seen). Inference only: no gradient is
@@ -98,27 +100,16 @@ def paged_prefill(
     """
     check_tensors(q, k_cache, v_cache, block_table, seq_lens, cu_seqlens_q)
     scale = check_options(scale, sliding_window, softcap, q.shape[2])
-    check_count("num_splits", num_splits, 0)
-    check_count("max_query_len", max_query_len, 0)
+    check_count("num_splits", num_splits or 0, 0)
+    check_count("max_query_len", max_query_len or 0, 0)
     out = output_like(q, out)
-    lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device) if return_lse else None
+    lse = q.new_empty(q.shape[:2], dtype=torch.float32) if return_lse else None
+    request = _request(q, k_cache, q.shape[0], sliding_window, softcap, batch_invariant, return_lse)
     if max_query_len is None:
-        max_query_len = int(cu_seqlens_q.diff().amax()) if seq_lens.shape[0] else 0
-    request = PrefillRequest(
-        capability=torch.cuda.get_device_capability(q.device) if q.is_cuda else None,
-        dtype=q.dtype,
-        head_dim=q.shape[2],
-        q_heads=q.shape[1],
-        kv_heads=k_cache.shape[2],
-        block_size=k_cache.shape[1],
-        max_query_len=max_query_len,
-        cache_dtype=k_cache.dtype,
-        sliding_window=sliding_window,
-        softcap=softcap,
-        batch_invariant=batch_invariant,
-        needs_lse=return_lse,
-    )
-    selection = select_prefill_backend(request, backend=backend, required=(PACKED_PREFILL,))
+        selection = _select_by_lengths(request, cu_seqlens_q, backend)
+    else:
+        request = dataclasses.replace(request, max_query_len=max_query_len)
+        selection = select_prefill_backend(request, backend=backend, required=(PACKED_PREFILL,))
     selection.backend.paged_prefill(
         q,
         k_cache,
@@ -130,7 +121,7 @@ def paged_prefill(
         sliding_window=sliding_window,
         softcap=softcap,
         num_splits=num_splits,
-        max_query_len=max_query_len,
+        max_query_len=request.max_query_len,
         out=out,
         lse=lse,
     )
@@ -149,6 +140,7 @@ def paged_decode(
     sliding_window: int | None = ...,
     softcap: float | None = ...,
     num_splits: int = ...,
+    backend: str = ...,
     out: torch.Tensor | None = ...,
     workspace: torch.Tensor | None = ...,
     return_lse: Literal[False] = ...,
@@ -167,6 +159,7 @@ def paged_decode(
     sliding_window: int | None = ...,
     softcap: float | None = ...,
     num_splits: int = ...,
+    backend: str = ...,
     out: torch.Tensor | None = ...,
     workspace: torch.Tensor | None = ...,
     return_lse: Literal[True],
@@ -184,6 +177,7 @@ def paged_decode(
     sliding_window: int | None = None,
     softcap: float | None = None,
     num_splits: int = 16,
+    backend: str = "auto",
     out: torch.Tensor | None = None,
     workspace: torch.Tensor | None = None,
     return_lse: bool = False,
@@ -197,37 +191,54 @@ def paged_decode(
     length and this number only, so a row has the same bits in every batch. workspace: float32 [>=
     decode_workspace_size(...)] for the partial results, 16-byte aligned; None: one that is kept for the stream.
     """
-    check_tensors(q, k_cache, v_cache, block_table, seq_lens, None)
-    scale = check_options(scale, sliding_window, softcap, q.shape[2])
-    check_count("num_splits", num_splits, 1, MAX_DECODE_SPLITS)
-    if num_splits is None:
-        raise ValueError("num_splits must be an int from 1 to 128, got None")
+    signature = (
+        q.shape,
+        q.dtype,
+        q.device,
+        k_cache.shape,
+        k_cache.dtype,
+        k_cache.device,
+        v_cache.shape,
+        v_cache.dtype,
+        v_cache.device,
+        block_table.shape,
+        block_table.dtype,
+        block_table.device,
+        seq_lens.shape,
+        seq_lens.dtype,
+        seq_lens.device,
+        scale,
+        sliding_window,
+        softcap,
+        num_splits,
+        return_lse,
+        backend,
+    )
+    prepared = _prepared.get(signature)
+    if prepared is None:
+        prepared = _prepare_decode(
+            q, k_cache, v_cache, block_table, seq_lens, scale, sliding_window, softcap, num_splits, return_lse, backend
+        )
+        if len(_prepared) >= _MAX_PREPARED:
+            _prepared.clear()
+        _prepared[signature] = prepared
     if workspace is not None:
-        needed = decode_workspace_size(q.shape[0], q.shape[1], q.shape[2], num_splits)
-        if (
-            workspace.dtype != torch.float32
-            or workspace.device != q.device
-            or not workspace.is_contiguous()
-            or workspace.numel() < needed
-            or workspace.data_ptr() % 16
-        ):
-            raise ValueError(
-                f"workspace must be contiguous, 16-byte aligned float32 on {q.device} with at least {needed} elements, "
-                f"got {workspace.dtype} {tuple(workspace.shape)} on {workspace.device}"
-            )
+        _check_workspace(workspace, q, num_splits)
     out = output_like(q, out)
-    lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device) if return_lse else None
-    reference.paged_decode(
+    lse = q.new_empty(q.shape[:2], dtype=torch.float32) if return_lse else None
+    prepared.run(
         q,
         k_cache,
         v_cache,
         block_table,
         seq_lens,
-        scale=scale,
+        scale=prepared.scale,
         sliding_window=sliding_window,
         softcap=softcap,
+        num_splits=num_splits,
         out=out,
         lse=lse,
+        workspace=workspace,
     )
     return out if lse is None else (out, lse)
 
@@ -235,3 +246,95 @@ def paged_decode(
 def decode_workspace_size(rows: int, q_heads: int, head_dim: int, num_splits: int = 16) -> int:
     """FP32 elements of a :func:`paged_decode` workspace: maximum, sum and accumulator of each row, head and part."""
     return rows * q_heads * num_splits * (head_dim + 2)
+
+
+@dataclass(frozen=True)
+class _PreparedDecode:
+    """The checked and selected part of a decode: what depends on shapes, dtypes, devices and options alone."""
+
+    scale: float
+    run: Callable[..., None]
+
+
+# A decode of a small batch takes a few microseconds: its checks and its selection are made once a signature.
+_prepared: dict[tuple[object, ...], _PreparedDecode] = {}
+_MAX_PREPARED = 4096
+
+
+def _prepare_decode(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    scale: float | None,
+    sliding_window: int | None,
+    softcap: float | None,
+    num_splits: int,
+    return_lse: bool,
+    backend: str,
+) -> _PreparedDecode:
+    check_tensors(q, k_cache, v_cache, block_table, seq_lens, None)
+    scale = check_options(scale, sliding_window, softcap, q.shape[2])
+    check_count("num_splits", num_splits, 1, MAX_DECODE_SPLITS)
+    request = _request(q, k_cache, 1, sliding_window, softcap, True, return_lse)
+    return _PreparedDecode(scale, select_decode_backend(request, backend=backend).backend.paged_decode)
+
+
+def _request(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    max_query_len: int,
+    sliding_window: int | None,
+    softcap: float | None,
+    batch_invariant: bool,
+    needs_lse: bool,
+) -> PrefillRequest:
+    return PrefillRequest(
+        capability=torch.cuda.get_device_capability(q.device) if q.is_cuda else None,
+        dtype=q.dtype,
+        head_dim=q.shape[2],
+        q_heads=q.shape[1],
+        kv_heads=k_cache.shape[2],
+        block_size=k_cache.shape[1],
+        max_query_len=max_query_len,
+        cache_dtype=k_cache.dtype,
+        sliding_window=sliding_window,
+        softcap=softcap,
+        batch_invariant=batch_invariant,
+        needs_lse=needs_lse,
+    )
+
+
+def _select_by_lengths(most: PrefillRequest, cu_seqlens_q: torch.Tensor, backend: str) -> Selection[PrefillBackend]:
+    """Select by the most query tokens that a request brings; ``most`` holds their upper bound, all tokens.
+
+    A GPU's lengths are read, which waits for the GPU, only where the bounds that shapes give would choose differently.
+    Under capture the upper bound decides: a graph serves all lengths.
+    """
+    required = (PACKED_PREFILL,)
+    selection = select_prefill_backend(most, backend=backend, required=required)
+    requests = cu_seqlens_q.shape[0] - 1
+    if requests < 2 or (cu_seqlens_q.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return selection
+    if cu_seqlens_q.is_cuda:
+        least = dataclasses.replace(most, max_query_len=-(-most.max_query_len // requests))
+        if select_prefill_backend(least, backend=backend, required=required).name == selection.name:
+            return selection
+    exact = dataclasses.replace(most, max_query_len=int(cu_seqlens_q.diff().amax()))
+    return select_prefill_backend(exact, backend=backend, required=required)
+
+
+def _check_workspace(workspace: torch.Tensor, q: torch.Tensor, num_splits: int) -> None:
+    needed = decode_workspace_size(q.shape[0], q.shape[1], q.shape[2], num_splits)
+    if (
+        workspace.dtype != torch.float32
+        or workspace.device != q.device
+        or not workspace.is_contiguous()
+        or workspace.numel() < needed
+        or workspace.data_ptr() % 16
+    ):
+        raise ValueError(
+            f"workspace must be contiguous, 16-byte aligned float32 on {q.device} with at least {needed} elements, "
+            f"got {workspace.dtype} {tuple(workspace.shape)} on {workspace.device}"
+        )

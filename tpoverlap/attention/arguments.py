@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import TypeGuard
 
 import torch
 
@@ -72,15 +73,13 @@ def check_options(scale: float | None, sliding_window: int | None, softcap: floa
         raise ValueError(f"softcap must be None or a positive number, got {softcap!r}")
     if scale is None:
         return head_dim**-0.5
-    if not math.isfinite(scale):
-        raise ValueError(f"scale must be None (1 / sqrt(head_dim)) or a finite number, got {scale!r}")
+    if not (math.isfinite(scale) and scale > 0):
+        raise ValueError(f"scale must be None (1 / sqrt(head_dim)) or a positive number, got {scale!r}")
     return float(scale)
 
 
-def check_count(name: str, value: int | None, low: int, high: int | None = None) -> None:
-    """Raise ValueError unless value is None or an int in the closed range."""
-    if value is None:
-        return
+def check_count(name: str, value: object, low: int, high: int | None = None) -> None:
+    """Raise ValueError unless value is an int in the closed range."""
     if not _is_int(value) or value < low or (high is not None and value > high):
         limits = f"at least {low}" if high is None else f"from {low} to {high}"
         raise ValueError(f"{name} must be an int {limits}, got {value!r}")
@@ -89,7 +88,7 @@ def check_count(name: str, value: int | None, low: int, high: int | None = None)
 def output_like(q: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
     """``out`` where it fits q, else a new tensor; raises ValueError where it does not fit."""
     if out is None:
-        return torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        return q.new_empty(q.shape)
     if out.shape != q.shape or out.dtype != q.dtype or out.device != q.device:
         raise ValueError(
             f"out must have the shape, dtype and device of q, {tuple(q.shape)} {q.dtype} on {q.device}, "
@@ -98,5 +97,5 @@ def output_like(q: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
     return out
 
 
-def _is_int(value: object) -> bool:
+def _is_int(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool)

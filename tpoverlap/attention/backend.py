@@ -1,7 +1,8 @@
-"""What a prefill backend is: facts of a call, reasons against it, and the call itself.
+"""What an attention backend is: facts of a call, reasons against it, and the call itself.
 
-A backend is anything with the attributes of :class:`PrefillBackend`; a module serves. It is imported only when a
-selection considers it, and neither importing it nor asking for its reasons touches a device or compiles.
+A backend is anything with the attributes of :class:`PrefillBackend` or :class:`DecodeBackend`; a module serves. It is
+imported only when a selection considers it, and neither importing it nor asking for its reasons touches a device or
+compiles.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ CAPABILITIES = frozenset({PACKED_PREFILL, PACKED_MATCHES_DECODE})
 
 @dataclass(frozen=True)
 class PrefillRequest:
-    """Facts of a paged prefill, known without touching a device.
+    """Facts of a paged prefill, or of a decode (max_query_len 1), known without touching a device.
 
     capability: compute capability of the query's own device, None on CPU. dtype: of the query. cache_dtype: of the
     paged cache, None: that of the query. max_query_len: most query tokens that one request brings. batch_invariant: a
@@ -89,4 +90,37 @@ class PrefillBackend(Protocol):
 
         The arguments have been checked. max_query_len bounds the query tokens of every request from above.
         """
+        ...
+
+
+class DecodeBackend(Protocol):
+    """One way to run :func:`tpoverlap.attention.paged_decode`."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def capabilities(self) -> frozenset[str]: ...
+
+    def rejection_reasons(self, request: PrefillRequest, *, forced: bool = False) -> tuple[str, ...]:
+        """As of :class:`PrefillBackend`."""
+        ...
+
+    def paged_decode(
+        self,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        block_table: torch.Tensor,
+        seq_lens: torch.Tensor,
+        *,
+        scale: float,
+        sliding_window: int | None,
+        softcap: float | None,
+        num_splits: int,
+        out: torch.Tensor,
+        lse: torch.Tensor | None,
+        workspace: torch.Tensor | None,
+    ) -> None:
+        """Fill ``out`` and, unless None, ``lse``, as in a prefill; the arguments have been checked."""
         ...

@@ -1,4 +1,4 @@
-"""The paged key-value cache of a runner: storage, blocks of each request, slots of tokens, and the write.
+"""The paged key-value cache of a runner: storage, blocks of each request, slots of tokens.
 
 Slot s of a cache is row s % block_size of block s // block_size (PagedAttention, Kwon et al. 2023). A negative slot
 means "not stored".
@@ -123,50 +123,3 @@ def slot_mapping(
     request_id = torch.cat(request_ids).to(block_table.device)
     block = block_table[request_id, position // block_size].long()
     return torch.where(block < 0, -1, block * block_size + position % block_size)
-
-
-def write_kv(
-    k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, slots: torch.Tensor
-) -> None:
-    """Store the keys and values of tokens in their slots.
-
-    k, v [tokens, kv_heads, head_dim] in the dtype of the caches [blocks, block_size, kv_heads, head_dim]; any
-    strides. slots int64 [tokens], distinct where not negative; negative: the token is not stored. Raises ValueError
-    where these do not fit and, on CPU, for a slot past the cache.
-    """
-    _check_write(k, v, k_cache, v_cache, slots)
-    _write_torch(k, v, k_cache, v_cache, slots)
-
-
-def _check_write(
-    k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, slots: torch.Tensor
-) -> None:
-    if k_cache.dim() != 4 or k_cache.shape != v_cache.shape or k_cache.dtype != v_cache.dtype:
-        raise ValueError(
-            f"k_cache and v_cache must be [blocks, block_size, kv_heads, head_dim] alike, got {tuple(k_cache.shape)} "
-            f"{k_cache.dtype} and {tuple(v_cache.shape)} {v_cache.dtype}"
-        )
-    if slots.dim() != 1 or slots.dtype != torch.int64:
-        raise ValueError(f"slots must be int64 [tokens], got {slots.dtype} {tuple(slots.shape)}")
-    for name, x in (("k", k), ("v", v)):
-        expected = (slots.shape[0], *k_cache.shape[2:])
-        if tuple(x.shape) != expected or x.dtype != k_cache.dtype:
-            raise ValueError(f"{name} must be {k_cache.dtype} {expected}, got {x.dtype} {tuple(x.shape)}")
-    if len({x.device for x in (k, v, k_cache, v_cache, slots)}) > 1:
-        raise ValueError(f"k, v, the caches and slots must be on one device, got {k.device}, {k_cache.device}, ...")
-
-
-def _write_torch(
-    k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, slots: torch.Tensor
-) -> None:
-    block_size = k_cache.shape[1]
-    stored = slots >= 0
-    if not bool(stored.all()):
-        slots, k, v = slots[stored], k[stored], v[stored]
-    if slots.numel() and int(slots.max()) >= k_cache.shape[0] * block_size:
-        raise ValueError(
-            f"slots must be below {k_cache.shape[0] * block_size} (blocks x block_size), got {int(slots.max())}"
-        )
-    at = (slots // block_size, slots % block_size)
-    k_cache[at] = k
-    v_cache[at] = v

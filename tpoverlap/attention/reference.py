@@ -71,8 +71,10 @@ def paged_decode(
     scale: float,
     sliding_window: int | None,
     softcap: float | None,
+    num_splits: int,
     out: torch.Tensor,
     lse: torch.Tensor | None,
+    workspace: torch.Tensor | None,
 ) -> None:
     starts = list(range(q.shape[0] + 1))
     _attend_requests(

@@ -1,0 +1,115 @@
+"""Adapter of an installed FlashInfer: its paged prefill wrapper, planned at every call."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from tpoverlap.attention.backend import PACKED_PREFILL, PrefillRequest
+from tpoverlap.attention.library import clear_unseen_rows, library_rejections
+
+name = "flashinfer"
+capabilities = frozenset({PACKED_PREFILL})
+
+_HEAD_DIMS = (64, 128, 256)
+# What its documentation recommends, in bytes.
+_WORKSPACE_BYTES = 128 << 20
+_workspaces: dict[torch.device, torch.Tensor] = {}
+
+
+def rejection_reasons(request: PrefillRequest, *, forced: bool = False) -> tuple[str, ...]:
+    reasons = library_rejections(request, "flashinfer", "flashinfer-python")
+    if request.head_dim not in _HEAD_DIMS:
+        reasons.append(f"its head dims are {', '.join(map(str, _HEAD_DIMS))}, not {request.head_dim}")
+    if not forced:
+        reasons.append("it reads the lengths on the host at every call; choose it by name")
+    return tuple(reasons)
+
+
+@torch.no_grad()
+def paged_prefill(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    scale: float,
+    sliding_window: int | None,
+    softcap: float | None,
+    num_splits: int | None,
+    max_query_len: int,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+) -> None:
+    from flashinfer import BatchPrefillWithPagedKVCacheWrapper  # type: ignore[import-not-found]
+
+    block_size, kv_heads, head_dim = k_cache.shape[1:]
+    lengths = seq_lens.cpu()
+    blocks = (lengths + block_size - 1) // block_size
+    used = torch.arange(block_table.shape[1])[None] < blocks[:, None]
+    tokens = int(cu_seqlens_q[-1])
+    if tokens and int(blocks.sum()):
+        wrapper = BatchPrefillWithPagedKVCacheWrapper(_workspace(q.device), "NHD")
+        wrapper.plan(
+            cu_seqlens_q,
+            torch.nn.functional.pad(blocks.cumsum(0, dtype=torch.int32), (1, 0)).to(q.device),
+            block_table[used.to(q.device)],
+            (lengths - (blocks - 1) * block_size).to(torch.int32).to(q.device),
+            q.shape[1],
+            kv_heads,
+            head_dim,
+            block_size,
+            causal=True,
+            sm_scale=scale,
+            window_left=-1 if sliding_window is None else sliding_window - 1,
+            logits_soft_cap=softcap,
+            q_data_type=q.dtype,
+            kv_data_type=k_cache.dtype,
+        )
+        result, row_lse = wrapper.run(q[:tokens].contiguous(), (k_cache, v_cache), return_lse=True)
+        out[:tokens] = result
+        if lse is not None:
+            # Its log-sum-exp is in base 2.
+            lse[:tokens] = row_lse * math.log(2.0)
+    clear_unseen_rows(out, lse, cu_seqlens_q, seq_lens)
+
+
+def paged_decode(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    scale: float,
+    sliding_window: int | None,
+    softcap: float | None,
+    num_splits: int,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    workspace: torch.Tensor | None,
+) -> None:
+    paged_prefill(
+        q,
+        k_cache,
+        v_cache,
+        block_table,
+        torch.arange(q.shape[0] + 1, dtype=torch.int32, device=q.device),
+        seq_lens,
+        scale=scale,
+        sliding_window=sliding_window,
+        softcap=softcap,
+        num_splits=None,
+        max_query_len=1,
+        out=out,
+        lse=lse,
+    )
+
+
+def _workspace(device: torch.device) -> torch.Tensor:
+    if device not in _workspaces:
+        _workspaces[device] = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+    return _workspaces[device]

@@ -1,0 +1,56 @@
+"""What the adapters of attention libraries share: conditions of their GPUs, and rows that see no key."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import math
+
+import torch
+
+from tpoverlap.attention.backend import PrefillRequest
+
+_FIRST_CAPABILITY = (8, 0)
+
+
+@functools.cache
+def _installed(module: str) -> bool:
+    return importlib.util.find_spec(module) is not None
+
+
+def library_rejections(request: PrefillRequest, module: str, package: str) -> list[str]:
+    """Reasons that hold for any library whose kernels need tensor cores of compute capability 8.0."""
+    reasons = []
+    if not _installed(module):
+        reasons.append(f"{package} is not installed")
+    if request.capability is None:
+        reasons.append("it needs a CUDA device")
+    elif request.capability < _FIRST_CAPABILITY:
+        reasons.append(
+            f"it needs compute capability 8.0, the device has {request.capability[0]}.{request.capability[1]}"
+        )
+    if request.dtype not in (torch.float16, torch.bfloat16):
+        reasons.append(f"it computes in float16 or bfloat16, not {request.dtype}")
+    if request.paged_dtype != request.dtype:
+        reasons.append(f"its cache has the dtype of the query, {request.dtype}, not {request.paged_dtype}")
+    if not request.causal:
+        reasons.append("it is used causal only")
+    if request.alibi:
+        reasons.append("it is used without ALiBi")
+    if request.sinks:
+        reasons.append("it is used without attention sinks")
+    return reasons
+
+
+def clear_unseen_rows(
+    out: torch.Tensor, lse: torch.Tensor | None, cu_seqlens_q: torch.Tensor, seq_lens: torch.Tensor
+) -> None:
+    """Output 0 and log-sum-exp -inf where a row sees no key: libraries leave or define those rows otherwise."""
+    rows = torch.arange(out.shape[0], device=out.device, dtype=torch.int32)
+    # The rows past the last request fall to one more, of no keys.
+    owner = torch.searchsorted(cu_seqlens_q[1:].contiguous(), rows, right=True)
+    after = torch.nn.functional.pad(cu_seqlens_q[1:], (0, 1), value=out.shape[0])
+    unseen = torch.nn.functional.pad(seq_lens, (0, 1))[owner] - after[owner] + rows < 0
+    out.masked_fill_(unseen[:, None, None], 0.0)
+    if lse is not None:
+        lse.masked_fill_(unseen[:, None], -math.inf)

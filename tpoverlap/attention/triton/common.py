@@ -1,0 +1,71 @@
+"""What the Triton backends share on the host: what they cannot serve, and the factors of their scores."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import math
+import os
+
+import torch
+
+from tpoverlap.attention.backend import PrefillRequest
+
+MAX_HEAD_DIM = 256
+_FIRST_CAPABILITY = (7, 0)
+_FIRST_BF16_CAPABILITY = (8, 0)
+
+
+def interpreted() -> bool:
+    """Whether Triton kernels run in its interpreter (on CPU tensors), as its environment variable says."""
+    return os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+
+@functools.cache
+def _installed() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def common_rejections(request: PrefillRequest) -> tuple[str, ...]:
+    """Why no Triton kernel here serves the request; empty: they do."""
+    reasons = []
+    if not _installed():
+        reasons.append("Triton is not installed")
+    if request.capability is None:
+        if not interpreted():
+            reasons.append("it runs on CUDA tensors, and on CPU tensors only under TRITON_INTERPRET=1")
+        elif request.dtype == torch.bfloat16:
+            reasons.append("Triton's interpreter computes BF16 wrongly")
+    elif request.capability < _FIRST_CAPABILITY:
+        reasons.append(f"it needs compute capability 7.0, the device has {_dotted(request.capability)}")
+    elif request.dtype == torch.bfloat16 and request.capability < _FIRST_BF16_CAPABILITY:
+        reasons.append(f"BF16 needs compute capability 8.0, the device has {_dotted(request.capability)}")
+    if request.head_dim > MAX_HEAD_DIM:
+        reasons.append(f"it serves head_dim up to {MAX_HEAD_DIM}, not {request.head_dim}")
+    if not request.causal:
+        reasons.append("it is causal only")
+    if request.alibi:
+        reasons.append("it has no ALiBi")
+    if request.sinks:
+        reasons.append("it has no attention sinks")
+    if request.paged_dtype != request.dtype:
+        reasons.append(f"its cache has the dtype of the query, {request.dtype}, not {request.paged_dtype}")
+    return tuple(reasons)
+
+
+def score_factors(scale: float, softcap: float | None) -> tuple[float, float]:
+    """(multiplier, tanh_factor) of the kernels: base-2 exponents are multiplier x the product of q and k, or with a
+    softcap multiplier x tanh, whose argument is tanh_factor / (2 log2 e) x the product."""
+    log2_e = math.log2(math.e)
+    if softcap is None:
+        return scale * log2_e, 0.0
+    return softcap * log2_e, 2 * log2_e * scale / softcap
+
+
+def padded_dim(head_dim: int) -> int:
+    """Width of the kernels' head tiles: a power of two that tensor cores take."""
+    return max(16, 1 << (head_dim - 1).bit_length())
+
+
+def _dotted(capability: tuple[int, int]) -> str:
+    return f"{capability[0]}.{capability[1]}"

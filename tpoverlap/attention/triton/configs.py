@@ -1,0 +1,102 @@
+"""Tile shapes of the Triton attention kernels, as data.
+
+Looked up, never tuned at run time: a row's bits depend on them. ``MEASURED`` generations were chosen by the sweep of
+launch/bench_attention.py on the card named there. The others follow from what the architecture offers (kind of tensor
+instruction, shared memory, registers) and are only known to compile without spills and to fit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+Capability = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class PrefillTiles:
+    """block_m: query rows (tokens x heads of a group) of a program. block_n: keys of a step. The rest as Triton's."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+
+@dataclass(frozen=True)
+class DecodeTiles:
+    """block_n: keys of a step. part_keys: a row's parts are multiples of it (itself one of block_n)."""
+
+    block_n: int
+    part_keys: int
+    num_warps: int
+    num_stages: int
+
+
+# generation -> {padded head_dim: tiles}; three stages are one step of keys in flight, as the table entry that a key's
+# address depends on is loaded a step earlier still.
+_PREFILL_HALF: dict[str, dict[int, PrefillTiles]] = {
+    # No tensor instructions through Triton (3.x): FMA tiles that the register file holds.
+    "volta_turing": {
+        64: PrefillTiles(32, 32, 4, 1),
+        128: PrefillTiles(32, 32, 8, 1),
+        256: PrefillTiles(32, 16, 8, 1),
+    },
+    # mma.sync, 99 KB of shared memory on 8.6, 8.9 and 12.x: what fits there serves 8.0 too.
+    "ampere": {
+        64: PrefillTiles(128, 64, 8, 3),
+        128: PrefillTiles(128, 32, 8, 3),
+        256: PrefillTiles(64, 32, 8, 3),
+    },
+    "hopper": {
+        64: PrefillTiles(128, 128, 8, 3),
+        128: PrefillTiles(128, 64, 8, 3),
+        256: PrefillTiles(128, 32, 8, 3),
+    },
+    "blackwell": {
+        64: PrefillTiles(128, 128, 8, 3),
+        128: PrefillTiles(128, 64, 8, 3),
+        256: PrefillTiles(128, 32, 8, 3),
+    },
+    # Small tiles: short test problems then still cross tile borders.
+    "interpreter": {64: PrefillTiles(32, 32, 4, 1), 128: PrefillTiles(32, 32, 4, 1), 256: PrefillTiles(32, 32, 4, 1)},
+}
+# IEEE products run on FMA units everywhere.
+_PREFILL_FP32 = {64: PrefillTiles(32, 32, 4, 1), 128: PrefillTiles(32, 32, 8, 1), 256: PrefillTiles(32, 16, 8, 1)}
+
+_DECODE_HALF: dict[str, dict[int, DecodeTiles]] = {
+    "volta_turing": {
+        64: DecodeTiles(32, 128, 4, 1),
+        128: DecodeTiles(32, 128, 4, 1),
+        256: DecodeTiles(16, 128, 8, 1),
+    },
+    "ampere": {64: DecodeTiles(64, 128, 4, 3), 128: DecodeTiles(64, 128, 4, 3), 256: DecodeTiles(32, 128, 4, 3)},
+    "hopper": {64: DecodeTiles(64, 128, 4, 3), 128: DecodeTiles(64, 128, 4, 3), 256: DecodeTiles(32, 128, 4, 3)},
+    "blackwell": {64: DecodeTiles(64, 128, 4, 3), 128: DecodeTiles(64, 128, 4, 3), 256: DecodeTiles(32, 128, 4, 3)},
+    "interpreter": {64: DecodeTiles(32, 64, 4, 1), 128: DecodeTiles(32, 64, 4, 1), 256: DecodeTiles(32, 64, 4, 1)},
+}
+_DECODE_FP32 = {64: DecodeTiles(32, 128, 4, 1), 128: DecodeTiles(32, 128, 4, 1), 256: DecodeTiles(16, 128, 8, 1)}
+
+
+def prefill_tiles(capability: Capability | None, dtype: torch.dtype, head_dim: int) -> PrefillTiles:
+    """Tiles of the packed prefill. capability None: the interpreter."""
+    by_dim = _PREFILL_FP32 if dtype == torch.float32 else _PREFILL_HALF[generation(capability)]
+    return by_dim[_row(head_dim)]
+
+
+def decode_tiles(capability: Capability | None, dtype: torch.dtype, head_dim: int) -> DecodeTiles:
+    """Tiles of the split-KV decode. capability None: the interpreter."""
+    by_dim = _DECODE_FP32 if dtype == torch.float32 else _DECODE_HALF[generation(capability)]
+    return by_dim[_row(head_dim)]
+
+
+def generation(capability: Capability | None) -> str:
+    """The group of architectures whose tensor instructions and shared memory are alike."""
+    if capability is None:
+        return "interpreter"
+    return {7: "volta_turing", 9: "hopper", 10: "blackwell", 11: "blackwell"}.get(capability[0], "ampere")
+
+
+def _row(head_dim: int) -> int:
+    return 64 if head_dim <= 64 else 128 if head_dim <= 128 else 256

@@ -1,0 +1,248 @@
+"""Host side of the split-KV decode: constants of a geometry, partial buffers, one launch or two."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tpoverlap.attention.backend import PACKED_MATCHES_DECODE, PrefillRequest
+from tpoverlap.attention.triton.common import common_rejections, padded_dim, score_factors
+from tpoverlap.attention.triton.configs import decode_tiles
+from tpoverlap.attention.triton.launch import FastLaunch
+from tpoverlap.attention.triton_dispatch import on_device_of
+
+name = "triton"
+capabilities = frozenset({PACKED_MATCHES_DECODE})
+
+_MIN_MMA_ROWS = 16
+
+
+def rejection_reasons(request: PrefillRequest, *, forced: bool = False) -> tuple[str, ...]:
+    return common_rejections(request)
+
+
+def paged_decode(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    scale: float,
+    sliding_window: int | None,
+    softcap: float | None,
+    num_splits: int,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    workspace: torch.Tensor | None,
+) -> None:
+    """Fill ``out`` and, unless None, ``lse``; the arguments have been checked.
+
+    Eager, the last program of each row merges its parts, and the partial buffer is one that the stream reuses; under
+    capture a second kernel merges, and the buffer is the graph's own. Both give the same bits.
+    """
+    decode_rows(
+        q,
+        k_cache,
+        v_cache,
+        block_table,
+        None,
+        seq_lens,
+        scale=scale,
+        sliding_window=sliding_window,
+        softcap=softcap,
+        num_splits=num_splits,
+        out=out,
+        lse=lse,
+        workspace=workspace,
+        merge_in_launch=not (q.is_cuda and torch.cuda.is_current_stream_capturing()),
+        first_row=0,
+        rows=q.shape[0],
+    )
+
+
+def decode_rows(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    cu_seqlens_q: torch.Tensor | None,
+    seq_lens: torch.Tensor,
+    *,
+    scale: float,
+    sliding_window: int | None,
+    softcap: float | None,
+    num_splits: int,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    workspace: torch.Tensor | None,
+    merge_in_launch: bool,
+    first_row: int,
+    rows: int,
+) -> None:
+    """Rows first_row .. first_row + rows - 1 of q: one a request, or with ``cu_seqlens_q`` packed tokens."""
+    if rows == 0:
+        return
+    requests, columns = block_table.shape
+    num_blocks = k_cache.shape[0]
+    table_row, table_column = block_table.stride()
+    strides = (*q.stride(), *k_cache.stride(), *v_cache.stride(), *out.stride())
+    key = (
+        q.get_device(),
+        q.dtype,
+        q.shape[1:],
+        k_cache.shape[1:],
+        strides,
+        table_column,
+        num_splits,
+        sliding_window is None,
+        softcap is None,
+        lse is None,
+        cu_seqlens_q is None,
+    )
+    plan = _plans.get(key)
+    if plan is None:
+        plan = _plans[key] = _Plan.make(q, k_cache, num_splits, sliding_window, softcap, lse, cu_seqlens_q)
+    with on_device_of(q):
+        if merge_in_launch:
+            buffers = _stream_buffers(q, rows * plan.floats_a_row, rows * k_cache.shape[2])
+            partial, counters = buffers.partial if workspace is None else workspace, buffers.counters
+        else:
+            partial = workspace if workspace is not None else q.new_empty(rows * plan.floats_a_row, dtype=torch.float32)
+            counters = partial
+        window = 0 if sliding_window is None else sliding_window
+        # The kernels never touch what stands in for an absent tensor; it only has to be one of its type.
+        lse_or_any = partial if lse is None else lse
+        starts = seq_lens if cu_seqlens_q is None else cu_seqlens_q
+        if num_blocks == 0:
+            columns = 0
+        pointers = (q, k_cache, v_cache, out, lse_or_any, partial, counters, block_table, starts, seq_lens)
+        aligned = not _address_bits(pointers) & 15
+        plan.decode[merge_in_launch](
+            rows * plan.programs_a_row,
+            (
+                *pointers,
+                *score_factors(scale, softcap),
+                window,
+                first_row,
+                rows,
+                requests,
+                columns,
+                num_blocks,
+                *strides,
+                table_row,
+                table_column,
+            ),
+            aligned=aligned,
+        )
+        if not merge_in_launch and num_splits > 1:
+            plan.merge(
+                rows * k_cache.shape[2],
+                (
+                    out,
+                    lse_or_any,
+                    partial,
+                    starts,
+                    seq_lens,
+                    window,
+                    first_row,
+                    rows,
+                    requests,
+                    columns,
+                    *out.stride(),
+                ),
+                aligned=aligned,
+            )
+
+
+def _address_bits(tensors: tuple[torch.Tensor, ...]) -> int:
+    bits = 0
+    for tensor in tensors:
+        bits |= tensor.data_ptr()
+    return bits
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What a geometry fixes: the launches (decode without and with the merge, the merge alone) and sizes of a row."""
+
+    decode: tuple[FastLaunch, FastLaunch]
+    merge: FastLaunch
+    programs_a_row: int
+    floats_a_row: int
+
+    @classmethod
+    def make(
+        cls,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        num_splits: int,
+        sliding_window: int | None,
+        softcap: float | None,
+        lse: torch.Tensor | None,
+        cu_seqlens_q: torch.Tensor | None,
+    ) -> _Plan:
+        from tpoverlap.attention.triton.decode_kernel import decode_kernel, merge_kernel
+
+        _, q_heads, head_dim = q.shape
+        _, block_size, kv_heads, _ = k_cache.shape
+        group = q_heads // kv_heads
+        tiles = decode_tiles(torch.cuda.get_device_capability(q.device) if q.is_cuda else None, q.dtype, head_dim)
+        constants: dict[str, Any] = {
+            "KV_HEADS": kv_heads,
+            "GROUP": group,
+            "GROUP_PAD": max(_MIN_MMA_ROWS, 1 << (group - 1).bit_length()),
+            "HEAD_DIM": head_dim,
+            "DIM": padded_dim(head_dim),
+            "BLOCK_SIZE": block_size,
+            "BLOCK_N": tiles.block_n,
+            "PART_KEYS": tiles.part_keys,
+            "NUM_SPLITS": num_splits,
+            "WINDOW": sliding_window is not None,
+            "STORE_LSE": lse is not None,
+            "PREFILL_ROWS": cu_seqlens_q is not None,
+        }
+        options = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
+        decode = tuple(
+            FastLaunch(decode_kernel, {**constants, "SOFTCAP": softcap is not None, "MERGE": merge}, **options)
+            for merge in (False, True)
+        )
+        return cls(
+            decode=(decode[0], decode[1]),
+            merge=FastLaunch(merge_kernel, constants, **options),
+            programs_a_row=kv_heads * num_splits,
+            floats_a_row=q_heads * num_splits * (head_dim + 2),
+        )
+
+
+_plans: dict[tuple[Any, ...], _Plan] = {}
+
+
+@dataclass(frozen=True)
+class _StreamBuffers:
+    """Partial states and counters (0 between launches) that the launches of one stream share, one after the other."""
+
+    partial: torch.Tensor
+    counters: torch.Tensor
+
+
+_buffers: dict[tuple[int, int], _StreamBuffers] = {}
+
+
+def _stream_buffers(q: torch.Tensor, floats: int, counters: int) -> _StreamBuffers:
+    """The current stream's buffers, grown to the sizes asked for.
+
+    Outgrown ones go back to the allocator of the stream they were made and used on, which hands them out in its order.
+    """
+    device = q.get_device()
+    key = (device, torch._C._cuda_getCurrentRawStream(device) if q.is_cuda else 0)
+    buffers = _buffers.get(key)
+    if buffers is None or buffers.partial.numel() < floats or buffers.counters.numel() < counters:
+        have = (0, 0) if buffers is None else (buffers.partial.numel(), buffers.counters.numel())
+        buffers = _buffers[key] = _StreamBuffers(
+            q.new_empty(max(floats, have[0]), dtype=torch.float32),
+            q.new_zeros(max(counters, have[1]), dtype=torch.int32),
+        )
+    return buffers

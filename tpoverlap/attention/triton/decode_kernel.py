@@ -1,0 +1,352 @@
+# mypy: disable-error-code="no-untyped-def"
+"""Split-KV decode (Flash-Decoding): partial states of a row's parts, and their merge."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from tpoverlap.attention.triton.device import (
+    find_request,
+    finish_rows,
+    key_offsets,
+    load_block_ids,
+    soft_capped,
+    softmax_step,
+)
+
+
+@triton.jit
+def _visible_range(
+    row,
+    cu_seqlens_q,
+    seq_lens,
+    window,
+    requests,
+    columns,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PART_KEYS: tl.constexpr,
+    NUM_SPLITS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    PREFILL_ROWS: tl.constexpr,
+):
+    """Request, first key to read, past-the-last key, keys of a part, parts in use.
+
+    The cut is a function of the row's own length, the window and NUM_SPLITS: equal parts, whole multiples of
+    PART_KEYS. A window starts at a multiple of BLOCK_N, so that no block of keys straddles cache blocks that a
+    multiple of it divides.
+    """
+    request = row
+    if PREFILL_ROWS:
+        request = find_request(cu_seqlens_q, requests, row, 1, 1)
+        length = 0
+        if request < requests:
+            after = tl.load(cu_seqlens_q + request + 1) - 1 - row
+            length = tl.load(seq_lens + request) - after
+    else:
+        length = tl.load(seq_lens + row)
+    length = tl.minimum(tl.maximum(length, 0), columns * BLOCK_SIZE)
+    begin = 0
+    if WINDOW:
+        begin = tl.maximum(length - window, 0) // BLOCK_N * BLOCK_N
+    tiles = tl.cdiv(length - begin, PART_KEYS)
+    part = tl.cdiv(tiles, NUM_SPLITS) * PART_KEYS
+    used = tl.cdiv(length - begin, tl.maximum(part, 1))
+    return request, begin, length, part, used
+
+
+@triton.jit
+def _merge_parts(
+    partial,
+    state,
+    out_row,
+    lse_row,
+    head,
+    used,
+    states,
+    out_head,
+    out_dim,
+    GROUP: tl.constexpr,
+    GROUP_PAD: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DIM: tl.constexpr,
+    NUM_SPLITS: tl.constexpr,
+    STORE_LSE: tl.constexpr,
+):
+    """Merge the parts of one row's GROUP heads, in the order of their keys and by explicit FMAs.
+
+    ``state`` points to the peaks of the row, its sums lie ``states`` further. The order makes the bits independent of
+    the launch that merges. Loads bypass L1, which other programs' writes do not reach.
+    """
+    UNROLL: tl.constexpr = 4
+    SPLITS_PAD: tl.constexpr = triton.next_power_of_2(NUM_SPLITS)
+    lanes = tl.arange(0, GROUP_PAD)
+    dims = tl.arange(0, DIM)
+    splits = tl.arange(0, SPLITS_PAD)
+    valid = lanes < GROUP
+    inside = valid[:, None] & (dims < HEAD_DIM)[None, :]
+    at = lanes * NUM_SPLITS
+    peaks = tl.load(
+        state + at[:, None] + splits[None, :],
+        mask=valid[:, None] & (splits < used)[None, :],
+        other=float("-inf"),
+        cache_modifier=".cg",
+    )
+    peak = tl.max(peaks, 1)
+    shift = tl.where(peak == float("-inf"), 0.0, peak)
+    acc = tl.zeros([GROUP_PAD, DIM], tl.float32)
+    total = tl.zeros([GROUP_PAD], tl.float32)
+    for first in tl.range(0, used, UNROLL):
+        for i in tl.static_range(UNROLL):
+            split = first + i
+            live = tl.where(split < used, lanes, GROUP) < GROUP
+            part_peak = tl.load(state + split + at, mask=live, other=float("-inf"), cache_modifier=".cg")
+            part_total = tl.load(state + states + split + at, mask=live, other=0.0, cache_modifier=".cg")
+            part = tl.load(
+                partial + split * HEAD_DIM + at[:, None] * HEAD_DIM + dims[None, :],
+                mask=live[:, None] & (dims < HEAD_DIM)[None, :],
+                other=0.0,
+                cache_modifier=".cg",
+            )
+            weight = tl.exp2(part_peak - shift)
+            total = tl.fma(weight, part_total, total)
+            acc = tl.fma(tl.broadcast_to(weight[:, None], [GROUP_PAD, DIM]), part, acc)
+    result, lse = finish_rows(acc, peak, total)
+    tl.store(
+        out_row + (head + lanes).to(tl.int64)[:, None] * out_head + dims[None, :] * out_dim,
+        result.to(out_row.dtype.element_ty),
+        mask=inside,
+    )
+    if STORE_LSE:
+        tl.store(lse_row + head + lanes, lse, mask=valid)
+
+
+@triton.jit(do_not_specialize=["window", "first_row", "rows", "requests", "columns", "num_blocks", "table_row"])
+def decode_kernel(
+    q,
+    k_cache,
+    v_cache,
+    out,
+    lse,
+    partial,
+    counters,
+    block_table,
+    cu_seqlens_q,
+    seq_lens,
+    multiplier,
+    tanh_factor,
+    window,
+    first_row,
+    rows,
+    requests,
+    columns,
+    num_blocks,
+    q_token,
+    q_head,
+    q_dim,
+    k_block,
+    k_row,
+    k_head,
+    k_dim,
+    v_block,
+    v_row,
+    v_head,
+    v_dim,
+    out_token,
+    out_head,
+    out_dim,
+    table_row,
+    table_column,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUP_PAD: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PART_KEYS: tl.constexpr,
+    NUM_SPLITS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    STORE_LSE: tl.constexpr,
+    PREFILL_ROWS: tl.constexpr,
+    MERGE: tl.constexpr,
+):
+    """One part of one row for all GROUP query heads of one KV head: the keys and values are read once.
+
+    Grid (rows * NUM_SPLITS * KV_HEADS), the KV head innermost: neighbours read neighbouring memory. ``partial`` holds
+    accumulators [rows, q_heads, NUM_SPLITS, HEAD_DIM], then peaks and sums [rows, q_heads, NUM_SPLITS] each. With MERGE
+    the program that finishes a row's last part merges it; ``counters`` [rows, KV_HEADS] are 0 before and after.
+    """
+    program = tl.program_id(0)
+    kv_head = program % KV_HEADS
+    split = program // KV_HEADS % NUM_SPLITS
+    local_row = program // (KV_HEADS * NUM_SPLITS)
+    row = first_row + local_row
+    request, first_key, length, part, used = _visible_range(
+        row,
+        cu_seqlens_q,
+        seq_lens,
+        window,
+        requests,
+        columns,
+        BLOCK_SIZE,
+        BLOCK_N,
+        PART_KEYS,
+        NUM_SPLITS,
+        WINDOW,
+        PREFILL_ROWS,
+    )
+    if split >= tl.maximum(used, 1):
+        return
+
+    lanes = tl.arange(0, GROUP_PAD)
+    valid = lanes < GROUP
+    dims = tl.arange(0, DIM).to(tl.int64)
+    inside = valid[:, None] & (dims < HEAD_DIM)[None, :]
+    head = kv_head * GROUP
+    q_base = q + row.to(tl.int64) * q_token + head.to(tl.int64) * q_head
+    q_rows = tl.load(q_base + lanes.to(tl.int64)[:, None] * q_head + dims[None, :] * q_dim, mask=inside, other=0.0)
+    acc = tl.zeros([GROUP_PAD, DIM], tl.float32)
+    peak = tl.full([GROUP_PAD], float("-inf"), tl.float32)
+    total = tl.zeros([GROUP_PAD], tl.float32)
+    k_base = k_cache + kv_head.to(tl.int64) * k_head
+    v_base = v_cache + kv_head.to(tl.int64) * v_head
+    table = block_table + request.to(tl.int64) * table_row
+    begin = first_key + split * part
+    end = tl.minimum(begin + part, length)
+    next_ids = load_block_ids(table, table_column, begin, end, BLOCK_SIZE, BLOCK_N)
+    for key in tl.range(begin, end, BLOCK_N):
+        ids = next_ids
+        next_ids = load_block_ids(table, table_column, key + BLOCK_N, end, BLOCK_SIZE, BLOCK_N)
+        keys = key + tl.arange(0, BLOCK_N)
+        inside_keys = (keys < end)[:, None] & (dims < HEAD_DIM)[None, :]
+        k_keys = k_base + key_offsets(ids, key, num_blocks, k_block, k_row, BLOCK_SIZE, BLOCK_N)
+        k = tl.load(k_keys[:, None] + dims[None, :] * k_dim, mask=inside_keys, other=0.0)
+        scores = tl.dot(q_rows, tl.trans(k), input_precision="ieee")
+        if SOFTCAP:
+            scores = soft_capped(scores, tanh_factor)
+        visible = keys < end
+        if WINDOW:
+            visible &= keys >= length - window
+        scores = tl.where(visible[None, :], scores, float("-inf"))
+        weights, decay, peak, total = softmax_step(scores, multiplier, peak, total)
+        v_keys = v_base + key_offsets(ids, key, num_blocks, v_block, v_row, BLOCK_SIZE, BLOCK_N)
+        v = tl.load(v_keys[:, None] + dims[None, :] * v_dim, mask=inside_keys, other=0.0)
+        acc = tl.dot(weights.to(v.dtype), v, acc * decay[:, None], input_precision="ieee")
+
+    out_row = out + row.to(tl.int64) * out_token
+    lse_row = lse + row.to(tl.int64) * (KV_HEADS * GROUP)
+    if used <= 1:
+        result, row_lse = finish_rows(acc, peak, total)
+        tl.store(
+            out_row + (head + lanes).to(tl.int64)[:, None] * out_head + dims[None, :] * out_dim,
+            result.to(out.dtype.element_ty),
+            mask=inside,
+        )
+        if STORE_LSE:
+            tl.store(lse_row + head + lanes, row_lse, mask=valid)
+        return
+
+    states = rows.to(tl.int64) * (KV_HEADS * GROUP * NUM_SPLITS)
+    first_state = (local_row.to(tl.int64) * (KV_HEADS * GROUP) + head) * NUM_SPLITS
+    partial_row = partial + first_state * HEAD_DIM
+    state_row = partial + states * HEAD_DIM + first_state
+    at = lanes * NUM_SPLITS
+    tl.store(partial_row + split * HEAD_DIM + at[:, None] * HEAD_DIM + tl.arange(0, DIM)[None, :], acc, mask=inside)
+    tl.store(state_row + split + at, peak, mask=valid)
+    tl.store(state_row + states + split + at, total, mask=valid)
+    if MERGE:
+        counter = counters + local_row * KV_HEADS + kv_head
+        # All threads' stores come before the release by the one thread that counts.
+        tl.debug_barrier()
+        if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == used - 1:
+            tl.store(counter, 0)
+            _merge_parts(
+                partial_row,
+                state_row,
+                out_row,
+                lse_row,
+                head,
+                used,
+                states,
+                out_head,
+                out_dim,
+                GROUP,
+                GROUP_PAD,
+                HEAD_DIM,
+                DIM,
+                NUM_SPLITS,
+                STORE_LSE,
+            )
+
+
+@triton.jit(do_not_specialize=["window", "rows", "requests", "columns"])
+def merge_kernel(
+    out,
+    lse,
+    partial,
+    cu_seqlens_q,
+    seq_lens,
+    window,
+    first_row,
+    rows,
+    requests,
+    columns,
+    out_token,
+    out_head,
+    out_dim,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUP_PAD: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PART_KEYS: tl.constexpr,
+    NUM_SPLITS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    STORE_LSE: tl.constexpr,
+    PREFILL_ROWS: tl.constexpr,
+):
+    """The merge as a launch of its own, for captured decodes. Grid (rows * KV_HEADS); arguments as above."""
+    kv_head = tl.program_id(0) % KV_HEADS
+    local_row = tl.program_id(0) // KV_HEADS
+    row = first_row + local_row
+    _, _, _, _, used = _visible_range(
+        row,
+        cu_seqlens_q,
+        seq_lens,
+        window,
+        requests,
+        columns,
+        BLOCK_SIZE,
+        BLOCK_N,
+        PART_KEYS,
+        NUM_SPLITS,
+        WINDOW,
+        PREFILL_ROWS,
+    )
+    if used <= 1:
+        return
+    head = kv_head * GROUP
+    states = rows.to(tl.int64) * (KV_HEADS * GROUP * NUM_SPLITS)
+    first_state = (local_row.to(tl.int64) * (KV_HEADS * GROUP) + head) * NUM_SPLITS
+    _merge_parts(
+        partial + first_state * HEAD_DIM,
+        partial + states * HEAD_DIM + first_state,
+        out + row.to(tl.int64) * out_token,
+        lse + row.to(tl.int64) * (KV_HEADS * GROUP),
+        head,
+        used,
+        states,
+        out_head,
+        out_dim,
+        GROUP,
+        GROUP_PAD,
+        HEAD_DIM,
+        DIM,
+        NUM_SPLITS,
+        STORE_LSE,
+    )
