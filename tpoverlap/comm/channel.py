@@ -15,13 +15,15 @@ import weakref
 from tpoverlap.comm.failure import Failure, FailureKind, FailureRecord
 from tpoverlap.comm.host import HostIdentity
 from tpoverlap.comm.layout import DESCRIPTOR_TEXT_BYTES, NUM_DESCRIPTORS, Layout
-from tpoverlap.comm.region import EagerRegion
+from tpoverlap.comm.region import CpuRegion, Region
 from tpoverlap.comm.rendezvous import StoreExchange, gather_hosts, open_segment
 from tpoverlap.comm.segment import SegmentKind
 from tpoverlap.comm.watcher import Watcher
 from tpoverlap.comm.words import SharedWords
 from tpoverlap.errors import ChannelError, TpOverlapError
 
+# A device may still be reading what a peer published before it left.
+_LEFT_PATIENCE_S = 0.25
 _open_channels: weakref.WeakSet[Channel] = weakref.WeakSet()
 
 
@@ -53,6 +55,7 @@ class Channel:
         self._pid = os.getpid()
         self._busy = threading.Lock()
         self._call = 0
+        self._compared = [0] * layout.world_size
         self._generation = 0
         self._delivered = False
         self._resetting = False
@@ -65,7 +68,8 @@ class Channel:
         try:
             self._record = FailureRecord(self.segment)
             self._words = SharedWords(self.segment.words, self.segment.address)
-            self.region = EagerRegion(self._words, layout, rank, self.check, first_number)
+            self.region = CpuRegion(self._words, layout, rank, self.check, first_number)
+            self.regions: list[Region] = [self.region]
             self._watcher = Watcher(name, rank, hosts, self)
         except ChannelError as e:
             problem = str(e)
@@ -126,7 +130,7 @@ class Channel:
 
         To be called once the peer has published a piece of this call.
         """
-        difference = self._difference(peer)
+        difference = self._difference(peer, self._call)
         if difference:
             self.fail(FailureKind.MISMATCH, peer, difference)
             self.check()
@@ -166,7 +170,7 @@ class Channel:
     def fail(self, kind: FailureKind, culprit: int, detail: str) -> None:
         """Records a failure, unless there is one, and releases whoever waits."""
         self._record.write(Failure(kind, culprit, self.rank, self._call, self._own_descriptor(), detail))
-        self.region.wake()
+        self._release()
 
     def reset(self) -> None:
         """Makes the group work again after an abort, a timeout or a mismatch. Collective: every rank calls it.
@@ -179,13 +183,16 @@ class Channel:
         if not self._busy.acquire(blocking=False):
             raise ChannelError(f"group {self.name!r} cannot be reset while another thread uses it")
         try:
+            for region in self.regions:
+                region.drain()
             # From the first barrier on nobody may act on the old failure: each rank stops before it comes there.
             self._resetting = True
             key = f"reset/{self._generation}"
             self._exchange.barrier(f"{key}/drained", self._check_peers_alive)
             if self.rank == 0:
                 self._record.clear()
-            self.region.restore()
+            for region in self.regions:
+                region.restore()
             self._restore_page()
             self._exchange.barrier(f"{key}/restored", self._check_peers_alive)
             self._generation += 1
@@ -201,6 +208,8 @@ class Channel:
         self._destroyed = True
         if os.getpid() != self._pid:
             return
+        for region in self.regions:
+            region.close()
         self.segment.words[self.layout.left(self.rank) // 4] = 1
         self._watcher.stop()
         _open_channels.discard(self)
@@ -213,35 +222,42 @@ class Channel:
             self.fail(FailureKind.LOST, rank, f"rank {rank} died")
 
     def on_tick(self) -> None:
-        if not self._record.present:
+        if not self._record.present and not self._resetting:
             self._look_for_failure()
         if self._record.present and not self._resetting:
-            self.region.wake()
+            self._release()
 
     def on_watcher_error(self, error: BaseException) -> None:
         self.fail(FailureKind.ABORTED, self.rank, f"the watcher of rank {self.rank} failed: {error!r}")
 
     def _look_for_failure(self) -> None:
+        difference = self._next_difference()
+        if difference:
+            self.fail(FailureKind.MISMATCH, difference[0], difference[1])
+            return
         quads, layout = self.segment.quads, self.layout
         started_ns = quads[layout.started_ns(self.rank) // 8]
-        if not started_ns:
+        host_s = (time.monotonic_ns() - started_ns) * 1e-9 if started_ns else 0.0
+        device_s = max(region.waiting_s() for region in self.regions)
+        waited_s = max(host_s, device_s)
+        if not waited_s:
             return
         call = quads[layout.call(self.rank) // 8]
-        for q in self._peers():
-            # A peer that has finished this call has published all of it; whether it is still there does not matter.
-            if self._has_left(q) and quads[layout.finished_call(q) // 8] < call:
+        behind = [q for q in self._peers() if quads[layout.finished_call(q) // 8] < call]
+        # A peer that has finished this call has published all of it; whether it is still there does not matter.
+        for q in behind if host_s else self._peers():
+            if self._has_left(q) and (host_s or device_s > _LEFT_PATIENCE_S):
                 self.fail(FailureKind.LOST, q, f"rank {q} has left (it destroyed the group or exited)")
                 return
-            difference = self._difference(q)
-            if difference:
-                self.fail(FailureKind.MISMATCH, q, difference)
-                return
-        waited_s = (time.monotonic_ns() - started_ns) * 1e-9
         if waited_s > self.timeout_s:
             absent = [q for q in self._peers() if quads[layout.call(q) // 8] < call]
-            late = absent or [q for q in self._peers() if quads[layout.finished_call(q) // 8] < call] or self._peers()
+            late = absent or behind or self._peers()
             what = "did not come" if absent else "did not get on"
             self.fail(FailureKind.TIMEOUT, late[0], f"ranks {late} {what} within {self.timeout_s:g} s")
+
+    def _release(self) -> None:
+        for region in self.regions:
+            region.release()
 
     # Parts
 
@@ -280,16 +296,29 @@ class Channel:
     def _own_descriptor(self) -> str:
         return self._descriptor(self.rank, self._call) or ""
 
-    def _difference(self, peer: int) -> str:
-        call = self._call
+    def _difference(self, peer: int, call: int) -> str:
         mine, theirs = self._descriptor(self.rank, call), self._descriptor(peer, call)
         if mine is None or theirs is None or mine == theirs:
             return ""
         return f"rank {self.rank} calls {mine}, rank {peer} calls {theirs}"
 
+    def _next_difference(self) -> tuple[int, str] | None:
+        """The first call not yet compared in which a peer differs. Calls left to a device are compared only here."""
+        quads, layout = self.segment.quads, self.layout
+        for q in self._peers():
+            last = min(self._call, quads[layout.call(q) // 8])
+            # A peer so far ahead that it has reused a descriptor's line cannot be compared there any more.
+            for call in range(max(self._compared[q], last - NUM_DESCRIPTORS) + 1, last + 1):
+                difference = self._difference(q, call)
+                if difference:
+                    return q, difference
+            self._compared[q] = last
+        return None
+
     def _restore_page(self) -> None:
         quads, layout = self.segment.quads, self.layout
         self._call = 0
+        self._compared = [0] * layout.world_size
         for at in (layout.started_ns(self.rank), layout.call(self.rank), layout.finished_call(self.rank)):
             quads[at // 8] = 0
         for call in range(NUM_DESCRIPTORS):

@@ -24,7 +24,6 @@ from tpoverlap.errors import ChannelError, ConfigError, UnsupportedError
 
 logger = logging.getLogger("tpoverlap")
 
-_NUM_SLOTS = 2
 # Slots of the CPU provider stay in cache between the writer and the reader.
 _CPU_SLOT_BYTES = 2 << 20
 _instances: Counter[str] = Counter()
@@ -304,7 +303,7 @@ class GroupCoordinator(Messages):
         key = f"{self.cpu_group.group_name}"
         store = dist.PrefixStore(f"tpoverlap/{_instances[key]}", self.cpu_group.get_group_store())
         _instances[key] += 1
-        layout = Layout(self.world_size, page_aligned(min(largest, _CPU_SLOT_BYTES)), _NUM_SLOTS)
+        layout = Layout(self.world_size, page_aligned(min(largest, _CPU_SLOT_BYTES)))
         exchange = StoreExchange(store, self.rank_in_group, self.world_size, self.config.timeout_s)
         try:
             self._channel = Channel(self.unique_name, self.rank_in_group, exchange, layout, self.config.timeout_s)

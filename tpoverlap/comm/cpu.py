@@ -9,6 +9,7 @@ from typing import TypeVar
 import torch
 
 from tpoverlap.comm.channel import Channel
+from tpoverlap.comm.layout import NUM_SLOTS
 from tpoverlap.comm.protocol import Kind, Step, one_shot, pieces_published, two_shot
 from tpoverlap.comm.provider import Call, Reason, describe
 
@@ -34,7 +35,7 @@ class CpuProvider:
         self._region = channel.region
         self._rank = channel.rank
         self._world_size = channel.layout.world_size
-        self._slot_bytes = channel.layout.slot_bytes
+        self._slot_bytes = channel.layout.cpu_slot_bytes
         self._emulate_link_gbps = emulate_link_gbps
         self._slots: dict[torch.dtype, list[list[torch.Tensor]]] = {}
 
@@ -265,8 +266,8 @@ class CpuProvider:
             with torch.inference_mode(False):
                 slots = self._slots[dtype] = [
                     [
-                        memory[layout.slot(q, k) : layout.slot(q, k) + layout.slot_bytes].view(dtype)
-                        for k in range(layout.num_slots)
+                        memory[layout.cpu_slot(q, k) : layout.cpu_slot(q, k) + layout.cpu_slot_bytes].view(dtype)
+                        for k in range(NUM_SLOTS)
                     ]
                     for q in range(layout.world_size)
                 ]

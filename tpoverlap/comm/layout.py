@@ -1,8 +1,8 @@
 """Where everything lies in a group's shared segment.
 
-One header page (identity of the segment, failure record), one page a rank (its progress, its call descriptors, its
-protocol words, each word in a 64-byte line of its own), then the payload slots. Only a rank itself writes its page,
-but for the poison of a failure and the restoration of a reset.
+One header page (identity of the segment, failure record), an area a rank (its progress, its protocol words, each in a
+64-byte line of its own, its call descriptors), then the payload slots of each mode. Only a rank itself writes its area,
+but for the poison of a failure. Modes share no slot and no word.
 """
 
 from __future__ import annotations
@@ -12,70 +12,128 @@ import struct
 from dataclasses import dataclass
 
 MAGIC = b"TPOVRLP1"
-VERSION = 1
+VERSION = 2
 PAGE = 4096
 LINE = 64
 
-# Header: magic, version, world size, segment size, slot bytes, slots a rank, nonce.
-HEADER = struct.Struct("<8sIIQQQ16s")
+# Header: magic, version, world size, segment size, slot bytes of the four modes, nonce.
+HEADER = struct.Struct("<8sIIQQQQQ16s")
 FAILURE_STATE = 1024  # 0: no failure; 1: the record below is complete
 FAILURE_LENGTH = 1028
 FAILURE_TEXT = 1032
 FAILURE_TEXT_BYTES = 3000
 
-# Rank page: offsets of its parts.
+# A rank's area: offsets of its parts.
 _LEFT = 0
 _STARTED_NS, _CALL, _FINISHED_CALL = LINE, LINE + 8, LINE + 16
-_DESCRIPTORS = 1024
-NUM_DESCRIPTORS = 16
+_WORDS = 1024
+_KERNEL_FLAGS = PAGE
+_MAILBOX = 2 * PAGE
+_DESCRIPTORS = 4 * PAGE
+NUM_DESCRIPTORS = 1024
 DESCRIPTOR_TEXT_BYTES = LINE - 12  # after the call number (8) and the text's length (4)
-_WORDS = 2048
-PUBLISHED, CONSUMED = 0, 1
+_RANK_BYTES = _DESCRIPTORS + NUM_DESCRIPTORS * LINE
+
+# Protocol words of a rank.
+CPU_PUBLISHED, CPU_CONSUMED, COPY_PUBLISHED, COPY_CONSUMED, KERNEL_CONSUMED, CAPTURED_BUSY = range(6)
+MAX_KERNEL_BLOCKS = PAGE // LINE
+MAX_PIECES = 16
+MAX_WORLD_SIZE = 2 * PAGE // (MAX_PIECES * LINE)
+
+NUM_SLOTS = 2
+"""Slots of a rank in the modes that count operations: a power of two, so that op % slots survives the wrap."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Offsets in bytes. slot_bytes is a multiple of the page size; num_slots a power of two."""
+    """Offsets in bytes. Slot sizes are multiples of the page size; 0 for a mode that the group does not have.
+
+    Captured operations have one slot a rank, in MAX_PIECES equal parts; the other modes have NUM_SLOTS.
+    """
 
     world_size: int
-    slot_bytes: int
-    num_slots: int
+    cpu_slot_bytes: int
+    kernel_slot_bytes: int = 0
+    copy_slot_bytes: int = 0
+    captured_slot_bytes: int = 0
 
     @property
     def size(self) -> int:
-        return PAGE * (1 + self.world_size) + self.world_size * self.num_slots * self.slot_bytes
+        return self._captured_slots + self.world_size * self.captured_slot_bytes
 
     def header(self, nonce: bytes) -> bytes:
-        return HEADER.pack(MAGIC, VERSION, self.world_size, self.size, self.slot_bytes, self.num_slots, nonce)
+        return HEADER.pack(
+            MAGIC,
+            VERSION,
+            self.world_size,
+            self.size,
+            self.cpu_slot_bytes,
+            self.kernel_slot_bytes,
+            self.copy_slot_bytes,
+            self.captured_slot_bytes,
+            nonce,
+        )
 
     def left(self, rank: int) -> int:
         """32-bit flag: the rank has destroyed its side of the group."""
-        return self._page(rank) + _LEFT
+        return self._rank(rank) + _LEFT
 
     def started_ns(self, rank: int) -> int:
         """64-bit monotonic time, in ns, since when the rank has waited in the call under way; 0 between calls."""
-        return self._page(rank) + _STARTED_NS
+        return self._rank(rank) + _STARTED_NS
 
     def call(self, rank: int) -> int:
         """64-bit number of the rank's last call, begun or finished."""
-        return self._page(rank) + _CALL
+        return self._rank(rank) + _CALL
 
     def finished_call(self, rank: int) -> int:
         """64-bit number of the rank's last finished call."""
-        return self._page(rank) + _FINISHED_CALL
+        return self._rank(rank) + _FINISHED_CALL
 
     def descriptor(self, rank: int, call: int) -> int:
-        return self._page(rank) + _DESCRIPTORS + call % NUM_DESCRIPTORS * LINE
+        return self._rank(rank) + _DESCRIPTORS + call % NUM_DESCRIPTORS * LINE
 
     def word(self, rank: int, which: int) -> int:
-        return self._page(rank) + _WORDS + which * LINE
+        return self._rank(rank) + _WORDS + which * LINE
 
-    def slot(self, rank: int, slot: int) -> int:
-        return PAGE * (1 + self.world_size) + (rank * self.num_slots + slot) * self.slot_bytes
+    def kernel_flag(self, rank: int, block: int) -> int:
+        """What block ``block`` of the rank's grid has published; the blocks' words follow each other by LINE."""
+        return self._rank(rank) + _KERNEL_FLAGS + block * LINE
+
+    def mailbox(self, writer: int, reader: int, piece: int) -> int:
+        return self._rank(writer) + _MAILBOX + (reader * MAX_PIECES + piece) * LINE
+
+    def cpu_slot(self, rank: int, slot: int) -> int:
+        return self._cpu_slots + (rank * NUM_SLOTS + slot) * self.cpu_slot_bytes
+
+    def kernel_slot(self, rank: int, slot: int) -> int:
+        return self._kernel_slots + (rank * NUM_SLOTS + slot) * self.kernel_slot_bytes
+
+    def copy_slot(self, rank: int, slot: int) -> int:
+        return self._copy_slots + (rank * NUM_SLOTS + slot) * self.copy_slot_bytes
+
+    def captured_slot(self, rank: int) -> int:
+        return self._captured_slots + rank * self.captured_slot_bytes
+
+    @property
+    def _cpu_slots(self) -> int:
+        return self._rank(self.world_size)
+
+    @property
+    def _kernel_slots(self) -> int:
+        return self._cpu_slots + self.world_size * NUM_SLOTS * self.cpu_slot_bytes
+
+    @property
+    def _copy_slots(self) -> int:
+        return self._kernel_slots + self.world_size * NUM_SLOTS * self.kernel_slot_bytes
+
+    @property
+    def _captured_slots(self) -> int:
+        return self._copy_slots + self.world_size * NUM_SLOTS * self.copy_slot_bytes
 
     @staticmethod
-    def _page(rank: int) -> int:
-        return PAGE * (1 + rank)
+    def _rank(rank: int) -> int:
+        return PAGE + rank * _RANK_BYTES
 
 
 def page_aligned(num_bytes: int) -> int:

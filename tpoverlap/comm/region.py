@@ -3,14 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Protocol
 
-from tpoverlap.comm.layout import CONSUMED, PUBLISHED, Layout
+from tpoverlap.comm.layout import CPU_CONSUMED, CPU_PUBLISHED, NUM_SLOTS, Layout
 from tpoverlap.comm.words import MASK, SharedWords
 
 _WAIT_SLICE_S = 0.05
 
 
-class EagerRegion:
+class Region(Protocol):
+    """A mode's part of the segment, as the channel and its watcher see it."""
+
+    def release(self) -> None:
+        """After a failure, again and again: lets whoever waits in this region go on. Called by the watcher's thread."""
+        ...
+
+    def waiting_s(self) -> float:
+        """How long operations that the host has left to a device have waited for peers since they published."""
+        ...
+
+    def drain(self) -> None:
+        """In a reset, while the watcher still releases: returns once no operation of this rank is under way."""
+        ...
+
+    def restore(self) -> None:
+        """In a reset, once all ranks have drained: sets counters and this rank's own words to their start."""
+        ...
+
+    def close(self) -> None:
+        """When this rank leaves, while the watcher still releases: waits for its operations and frees what it holds."""
+        ...
+
+
+class CpuRegion:
     """Counters of the two-word protocol (see :mod:`tpoverlap.comm.protocol`) as rank ``rank`` sees them.
 
     check: called while a wait goes on; raises when the group has failed. first_number: where the cyclic counters start
@@ -25,13 +50,11 @@ class EagerRegion:
         self._rank = rank
         self._check = check
         self._first_number = first_number & MASK
-        self._num_slots = layout.num_slots
-        self._published = [layout.word(q, PUBLISHED) // 4 for q in ranks]
-        self._consumed = [layout.word(q, CONSUMED) // 4 for q in ranks]
+        self._published = [layout.word(q, CPU_PUBLISHED) // 4 for q in ranks]
+        self._consumed = [layout.word(q, CPU_CONSUMED) // 4 for q in ranks]
         self.restore()
 
     def restore(self) -> None:
-        """Sets the counters and this rank's own words to their start."""
         self.operation = self._first_number
         self._base = self._first_number
         self._words.store(self._published[self._rank], self._base)
@@ -40,7 +63,7 @@ class EagerRegion:
     def begin_operation(self) -> int:
         """Numbers the next operation; returns the slot that it uses."""
         self.operation = (self.operation + 1) & MASK
-        return self.operation % self._num_slots
+        return self.operation % NUM_SLOTS
 
     def end_operation(self, pieces_published: int) -> None:
         self._base = (self._base + pieces_published) & MASK
@@ -56,9 +79,9 @@ class EagerRegion:
 
     def wait_consumed(self, rank: int) -> None:
         """Until ``rank`` has read what this operation's slot held before."""
-        self._wait(self._consumed[rank], (self.operation - self._num_slots) & MASK)
+        self._wait(self._consumed[rank], (self.operation - NUM_SLOTS) & MASK)
 
-    def wake(self) -> None:
+    def release(self) -> None:
         """Makes every waiter look at the group's failure.
 
         The words keep their values: a host waiter asks the failure record, so nothing need be written to let it pass
@@ -67,6 +90,15 @@ class EagerRegion:
         """
         for index in (*self._published, *self._consumed):
             self._words.wake(index)
+
+    def waiting_s(self) -> float:
+        return 0.0  # the host waits itself, and its calls say since when
+
+    def drain(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
 
     def _wait(self, index: int, target: int) -> None:
         while not self._words.wait(index, target, _WAIT_SLICE_S):

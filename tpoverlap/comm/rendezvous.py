@@ -133,6 +133,6 @@ def check_header(segment: Segment, layout: Layout, nonce: bytes) -> None:
             f"{segment.path} has protocol version {found[1]}, this rank speaks {VERSION}: "
             "install the same tpoverlap on all ranks"
         )
-    names = ("magic", "version", "world size", "size", "slot bytes", "slots", "nonce")
+    names = ("magic", "version", "world size", "size", "cpu slot", "kernel slot", "copy slot", "captured slot", "nonce")
     differing = [f"{n} {f!r} (expected {e!r})" for n, f, e in zip(names, found, expected, strict=True) if f != e]
     raise ChannelError(f"{segment.path} belongs to another group: {', '.join(differing)}")
