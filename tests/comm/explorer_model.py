@@ -53,7 +53,7 @@ class Access:
 class Step:
     """mark: a name for the point behind this step; ``behind`` are points that others must have reached.
 
-    escape: the mark of its own behind which the process goes on instead of this step, once a failure is recorded.
+    escape: the mark of its own behind which the process may go on instead of this step, once a failure is recorded.
     lenient: accesses are not checked once a failure is recorded, since their operation is known to have failed.
     """
 

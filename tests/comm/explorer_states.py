@@ -114,7 +114,6 @@ class States:
             if self._is_victim(i):
                 able &= self._get(codes, _DEAD) == 0
             escapes = able & recorded & (tables.escape[at] >= 0)
-            able &= ~escapes
             for j, need in tables.behind.items():
                 able &= positions[j] >= need[at]
             for word, table in tables.waits.items():

@@ -19,8 +19,9 @@ _STOPPED, _RESTORED, RESET = "stopped", "restored", "reset"
 class Failing:
     """A failure at any moment.
 
-    raises: a wait looks at the failure record and leaves the operations, as on CPU; else the steps run through, as
-    queued launches do, and what they copy after a failure does not matter. dies: a rank that may stop forever.
+    raises: a wait may look at the failure record and leave the operations; words are not poisoned then, and what is
+    copied has to be right to the end. So it is on CPU. Else the steps run through, as queued launches do, poison lets
+    their waits pass, and what they copy after a failure does not matter. dies: a rank that may stop forever.
     resets: all ranks come to reset and go on with operations of their own, in which it may fail again.
 
     The rest plants faults. repeats: poison is repeated. records_first: the record precedes the poison. The barriers
@@ -42,7 +43,7 @@ class Failing:
         if self.dies is not None:
             victim = tuple(name for name in processes if name.startswith(f"rank {self.dies}"))
         pauses = [(leader, _STOPPED, RESET) for leader in leaders if self.resets and self.watcher_stops]
-        poison = {word: _poison_of(word, start, processes) for word, start in words.items()}
+        poison = {} if self.raises else {word: _poison_of(word, start, processes) for word, start in words.items()}
         watchers = Watchers(poison, tuple(pauses), self.repeats, self.records_first, victim)
         return Model(processes, {**words, FAILURE: 0}, watchers)
 

@@ -88,10 +88,10 @@ def test_counters_may_start_anywhere(schedule: Callable[..., Steps], first_numbe
 FAILING: dict[str, Run | KernelRun] = {
     "one shot, 2 ranks": Run(2, times(2, one_shot), num_buffers=1, failing=Failing(dies=1)),
     "one shot, 3 ranks, serialized": Run(3, times(2, one_shot), lanes=False, failing=Failing(dies=2)),
-    "one shot, 3 ranks, raising": Run(3, times(3, one_shot), lanes=False, failing=Failing(dies=0, raises=True)),
+    "one shot, 3 ranks, raising": Run(3, times(5, one_shot), lanes=False, failing=Failing(dies=0, raises=True)),
     "two shots, 2 ranks": Run(2, times(2, two_shot, 1), num_buffers=1, failing=Failing(dies=0)),
     "two shots, 3 ranks, serialized": Run(3, times(1, two_shot), lanes=False, failing=Failing(dies=1)),
-    "two shots, 3 ranks, raising": Run(3, times(2, two_shot, 1), lanes=False, failing=Failing(dies=1, raises=True)),
+    "two shots, 3 ranks, raising": Run(3, times(4, two_shot), lanes=False, failing=Failing(dies=1, raises=True)),
     "mailbox, 2 ranks": Run(2, times(3, mailbox, 1), num_buffers=1, failing=Failing(dies=1)),
     "mailbox, 3 ranks, 1 piece, serialized": Run(3, times(1, mailbox, 1), lanes=False, failing=Failing(dies=1)),
     "kernel mode, 2 ranks": KernelRun(2, (2, 1, 2), failing=Failing(dies=1)),
@@ -113,15 +113,25 @@ RESETTING: dict[str, Run | KernelRun] = {
     "one shot, 2 ranks, serialized": Run(
         2, times(3, one_shot), lanes=False, failing=Failing(resets=True), after_reset=times(3, one_shot)
     ),
+    "one shot, 3 ranks, 1 piece, serialized": Run(
+        3, times(1, one_shot, 1), lanes=False, failing=Failing(resets=True), after_reset=times(2, one_shot, 1)
+    ),
     "one shot, 3 ranks, raising": Run(
         3,
-        times(2, one_shot, 1),
+        times(2, one_shot),
         lanes=False,
         failing=Failing(resets=True, raises=True),
-        after_reset=times(3, one_shot, 1),
+        after_reset=times(3, one_shot),
     ),
     "two shots, 2 ranks": Run(
         2, times(1, two_shot, 1), num_buffers=1, failing=Failing(resets=True), after_reset=times(2, two_shot, 1)
+    ),
+    "two shots, 3 ranks, raising": Run(
+        3,
+        times(2, two_shot),
+        lanes=False,
+        failing=Failing(resets=True, raises=True),
+        after_reset=times(3, two_shot),
     ),
     "mailbox, 2 ranks": Run(
         2, times(2, mailbox, 1), num_buffers=1, failing=Failing(resets=True), after_reset=times(3, mailbox, 1)
@@ -191,13 +201,8 @@ class Fault:
 
 
 def failing_reset(**faults: bool) -> Run:
-    return Run(
-        2,
-        times(1, one_shot, 1),
-        lanes=False,
-        failing=Failing(resets=True, raises=True, **faults),
-        after_reset=times(1, one_shot, 1),
-    )
+    once = times(1, one_shot, 1)
+    return Run(2, once, lanes=False, failing=Failing(resets=True, **faults), after_reset=once)
 
 
 FAULTS: dict[str, Fault] = {
@@ -262,6 +267,9 @@ FAULTS: dict[str, Fault] = {
     ),
     "reset without the first barrier": Fault(failing_reset(first_barrier=False), Violation.MIXED_UP, "slot"),
     "reset without the second barrier": Fault(failing_reset(second_barrier=False), Violation.MIXED_UP, "slot"),
+    "reset of raising ranks without the second barrier": Fault(
+        failing_reset(raises=True, second_barrier=False), Violation.MIXED_UP, "slot"
+    ),
     "a watcher that still writes during reset": Fault(failing_reset(watcher_stops=False), Violation.MIXED_UP, "slot"),
 }
 
