@@ -252,6 +252,31 @@ def test_an_exception_reaches_its_caller_and_the_next_run_works(world_size: int)
     run_ranks(_failures, world_size, 100, timeout_s=90)
 
 
+def _failure_of_the_next_run(rank: int) -> None:
+    group = make_group()
+    executor = MicroBatchExecutor(group, OverlapConfig(min_tokens=1, cut_multiple=1))
+    batch = make_batch(12)
+
+    def slow_to_end(part: Batch) -> torch.Tensor:
+        x = RowwiseModel(group)(part)
+        while rank == 0 and not group.failed:
+            time.sleep(0.001)
+        return x
+
+    def raise_at_once(part: Batch) -> torch.Tensor:
+        raise Planted("in the next run")
+
+    output = executor.run(slow_to_end, batch)
+    with pytest.raises(CollectiveAbortedError if rank == 0 else Planted, match="in the next run"):
+        executor.run(RowwiseModel(group) if rank == 0 else raise_at_once, batch)
+    assert torch.equal(executor.run(RowwiseModel(group), batch), output)
+    group.destroy()
+
+
+def test_a_run_that_is_complete_keeps_its_output_when_a_peer_fails_in_the_next() -> None:
+    run_ranks(_failure_of_the_next_run, 2)
+
+
 def _mismatch(rank: int) -> list[bool]:
     group = make_group()
     own_error = []
