@@ -15,6 +15,9 @@ from prefill_setup import Found
 from tpoverlap.microbatch import RunStats
 from tpoverlap.trace import Timeline
 
+# Columns where the output is no terminal: wide enough that no cell is broken.
+_WIDTH = 160
+
 
 @dataclass(frozen=True)
 class RankRecord:
@@ -130,7 +133,8 @@ def _print_table(reports: Sequence[PassReport], served: dict[str, int], emulated
         column.justify = "right"
     for label, values in rows:
         table.add_row(label, *values)
-    Console().print(table)
+    console = Console()
+    (console if console.is_terminal else Console(width=_WIDTH)).print(table)
 
 
 def _pieces(report: PassReport) -> str:

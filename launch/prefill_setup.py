@@ -100,6 +100,7 @@ def load_model(options: Options, request: Request, group: GroupCoordinator, devi
             weights=options.weights,
             group=group,
             device=device,
+            config=request.config,
             progress=lambda done, total: progress.advance(done - progress.done),
         )
 

@@ -37,21 +37,22 @@ def load_decoder(
     weights: WeightFormat = "nvfp4",
     group: Group | None = None,
     device: torch.device | str = "cpu",
+    config: DecoderConfig | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Decoder:
     """Loads this rank's part of the model at ``path``, a Hugging Face folder (safetensors) or a GGUF file.
 
     weights: the dtype to load in, or ``"nvfp4"``: the linear layers of attention and MLP are quantized, embeddings,
     norms and the output projection stay in the compute dtype (see :func:`compute_dtype`). group: the ranks that share
-    the model; None: this process has it all. progress: called with layers done and layers in all. No collective:
-    ranks may load at their own pace.
+    the model; None: this process has it all. config: that of the checkpoint, where the caller has read it already.
+    progress: called with layers done and layers in all. No collective: ranks may load at their own pace.
 
     Errors: ConfigError for a path, a tensor or a value that does not fit; UnsupportedError as
     :func:`tpoverlap.model.config.load_config`, and for NVFP4 where hidden or head sizes are no multiples of 16.
     """
     if weights not in get_args(WeightFormat):
         raise ConfigError(f"weights={weights!r} is not supported: give one of {', '.join(get_args(WeightFormat))}")
-    config = load_config(path)
+    config = config or load_config(path)
     if weights == "nvfp4" and (config.hidden_size % GROUP or config.head_dim % GROUP):
         raise UnsupportedError(
             f"NVFP4 with hidden_size={config.hidden_size} and head_dim={config.head_dim} is not supported: "
