@@ -59,6 +59,7 @@ class Channel:
         self._generation = 0
         self._delivered = False
         self._resetting = False
+        self._resetting_lock = threading.RLock()
         self._destroyed = False
 
         hosts = gather_hosts(exchange, host)
@@ -186,7 +187,8 @@ class Channel:
             for region in self.regions:
                 region.drain()
             # From the first barrier on nobody may act on the old failure: each rank stops before it comes there.
-            self._resetting = True
+            with self._resetting_lock:
+                self._resetting = True
             key = f"reset/{self._generation}"
             self._exchange.barrier(f"{key}/drained", self._check_peers_alive)
             if self.rank == 0:
@@ -222,9 +224,10 @@ class Channel:
             self.fail(FailureKind.LOST, rank, f"rank {rank} died")
 
     def on_tick(self) -> None:
-        if not self._record.present and not self._resetting:
-            self._look_for_failure()
-        if self._record.present and not self._resetting:
+        with self._resetting_lock:
+            if not self._record.present and not self._resetting:
+                self._look_for_failure()
+        if self._record.present:
             self._release()
 
     def on_watcher_error(self, error: BaseException) -> None:
@@ -256,8 +259,11 @@ class Channel:
             self.fail(FailureKind.TIMEOUT, late[0], f"ranks {late} {what} within {self.timeout_s:g} s")
 
     def _release(self) -> None:
-        for region in self.regions:
-            region.release()
+        # A release that overlapped the restoration of a reset would let a stale wait pass, unmarked.
+        with self._resetting_lock:
+            if not self._resetting:
+                for region in self.regions:
+                    region.release()
 
     # Parts
 

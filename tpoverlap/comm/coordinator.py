@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from tpoverlap.comm.channel import Channel
 from tpoverlap.comm.cpu import CpuProvider
+from tpoverlap.comm.gpu_providers import GPU_PROVIDERS, gpu_layout, open_gpu_providers
 from tpoverlap.comm.layout import Layout, page_aligned
 from tpoverlap.comm.messages import Messages
 from tpoverlap.comm.process_groups import pool
@@ -59,7 +60,7 @@ class GroupCoordinator(Messages):
         self.world_size = len(self.ranks)
         self.rank_in_group = self.ranks.index(self.rank)
         self.local_rank = local_rank
-        self.device = torch.device(device)
+        self.device = _indexed(torch.device(device))
         self.config = config or HostReduceConfig()
         self.unique_name = unique_name or f"tpoverlap:{next(_names)}"
         if emulate_link_gbps is not None and not emulate_link_gbps > 0:
@@ -67,7 +68,7 @@ class GroupCoordinator(Messages):
         self.cpu_group, self.device_group = self._process_groups(process_group)
         self._served: Counter[str] = Counter()
         self._channel: Channel | None = None
-        self._channel_reason: Reason | None = Reason.WORLD_SIZE_1 if self.world_size == 1 else None
+        self._absent: dict[str, Reason] = {CpuProvider.name: Reason.WORLD_SIZE_1} if self.world_size == 1 else {}
         self._providers: list[Provider] = []
         if self.world_size > 1:
             self._open_channel(emulate_link_gbps)
@@ -115,7 +116,13 @@ class GroupCoordinator(Messages):
         _check_out(x, out)
         if self.world_size == 1:
             return x if out is None else out.copy_(x)
-        return current_scheduler().run("all_reduce", (x,), lambda: self._choose("all_reduce", x).all_reduce(x, out))
+        result = torch.empty_like(x, memory_format=torch.contiguous_format) if out is None else out
+
+        def launch() -> torch.Tensor:
+            self._choose("all_reduce", x).all_reduce(x, result)
+            return result
+
+        return current_scheduler().run("all_reduce", (x,), launch)
 
     def all_reduce_sum2(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         """The sum over the group of ``a + b``, where each rank's own sum is rounded once to the dtype before the wire.
@@ -124,12 +131,16 @@ class GroupCoordinator(Messages):
         """
         if a.shape != b.shape or a.dtype != b.dtype or a.device != b.device:
             raise ValueError(f"all_reduce_sum2 takes two tensors alike, got {_alike(a)} and {_alike(b)}")
+        _check_inference(a)
+        _check_inference(b)
         if self.world_size == 1:
             return a + b
+        own = torch.empty_like(a, memory_format=torch.contiguous_format)
 
         def launch() -> torch.Tensor:
-            own = a + b
-            return self._choose("all_reduce", own).all_reduce(own, own)
+            torch.add(a, b, out=own)
+            self._choose("all_reduce", own).all_reduce(own, own)
+            return own
 
         return current_scheduler().run("all_reduce", (a, b), launch)
 
@@ -139,8 +150,11 @@ class GroupCoordinator(Messages):
         if self.world_size == 1:
             return x
 
+        _check_inference(x)
+        stacked = torch.empty((self.world_size, *x.shape), dtype=x.dtype, device=x.device)
+
         def launch() -> torch.Tensor:
-            stacked = self._choose("all_gather", x).all_gather(x)
+            self._choose("all_gather", x).all_gather(x, stacked)
             if dim == 0:
                 return stacked.flatten(0, 1)
             shape = (*x.shape[:dim], self.world_size * x.shape[dim], *x.shape[dim + 1 :])
@@ -162,11 +176,15 @@ class GroupCoordinator(Messages):
         if self.world_size == 1:
             return x
 
-        def launch() -> torch.Tensor:
-            shards = x.unflatten(dim, (self.world_size, -1)).movedim(dim, 0).contiguous()
-            return self._choose("reduce_scatter", shards).reduce_scatter(shards)
+        _check_inference(x)
+        shards = x.unflatten(dim, (self.world_size, -1)).movedim(dim, 0).contiguous()
+        result = torch.empty(shards.shape[1:], dtype=x.dtype, device=x.device)
 
-        return current_scheduler().run("reduce_scatter", (x,), launch)
+        def launch() -> torch.Tensor:
+            self._choose("reduce_scatter", shards).reduce_scatter(shards, result)
+            return result
+
+        return current_scheduler().run("reduce_scatter", (shards,), launch)
 
     def all_gatherv(self, x: torch.Tensor, dim: int = 0, sizes: Sequence[int] | None = None) -> torch.Tensor:
         """Like :meth:`all_gather`, for tensors of uneven size: rank q's has ``sizes[q]`` along ``dim``.
@@ -220,9 +238,8 @@ class GroupCoordinator(Messages):
     def rejection_reasons(self, x: torch.Tensor, operation: str = "all_reduce") -> dict[str, Reason | None]:
         """For each provider, in the order of the chain, why it would not serve ``x``; None where it would."""
         call = _call(operation, x)
-        reasons: dict[str, Reason | None] = {p.name: p.rejection_reason(call) for p in self._providers}
-        if self._channel is None and self._channel_reason is not None:
-            reasons = {CpuProvider.name: self._channel_reason, **reasons}
+        reasons: dict[str, Reason | None] = dict(self._absent)
+        reasons |= {p.name: p.rejection_reason(call) for p in self._providers}
         if self.world_size == 1:
             reasons = dict.fromkeys(reasons, Reason.WORLD_SIZE_1)
         return reasons
@@ -296,21 +313,28 @@ class GroupCoordinator(Messages):
         return next((p for p in self._providers if isinstance(p, CpuProvider)), None)
 
     def _open_channel(self, emulate_link_gbps: float | None) -> None:
-        largest = max(self.config.copy_engine_max_bytes, self.config.max_bytes)
+        """Adds the providers that stand on a shared segment; those that cannot be are noted with their reason."""
+        config, cuda = self.config, self.device.type == "cuda"
+        names = [*(GPU_PROVIDERS if cuda else ()), CpuProvider.name]
+        largest = max(config.copy_engine_max_bytes, config.max_bytes)
         if largest == 0:
-            self._channel_reason = Reason.DISABLED
+            self._absent = dict.fromkeys(names, Reason.DISABLED)
             return
-        key = f"{self.cpu_group.group_name}"
+        key = self.cpu_group.group_name
         store = dist.PrefixStore(f"tpoverlap/{_instances[key]}", self.cpu_group.get_group_store())
         _instances[key] += 1
-        layout = Layout(self.world_size, page_aligned(min(largest, _CPU_SLOT_BYTES)))
-        exchange = StoreExchange(store, self.rank_in_group, self.world_size, self.config.timeout_s)
+        exchange = StoreExchange(store, self.rank_in_group, self.world_size, config.timeout_s)
+        cpu_slot = page_aligned(min(largest, _CPU_SLOT_BYTES))
+        layout = gpu_layout(self.world_size, cpu_slot, config) if cuda else Layout(self.world_size, cpu_slot)
         try:
-            self._channel = Channel(self.unique_name, self.rank_in_group, exchange, layout, self.config.timeout_s)
+            self._channel = Channel(self.unique_name, self.rank_in_group, exchange, layout, config.timeout_s)
         except ChannelError as e:
-            self._channel_reason = Reason(e.reason)
+            self._absent = dict.fromkeys(names, Reason(e.reason))
             logger.warning("group %s: no host-memory channel, torch.distributed serves: %s", self.unique_name, e)
             return
+        if cuda:
+            providers, self._absent = open_gpu_providers(self._channel, exchange, self.device, config)
+            self._providers += providers
         self._providers.append(CpuProvider(self._channel, emulate_link_gbps))
 
     def _choose(self, operation: str, x: torch.Tensor) -> Provider:
@@ -348,6 +372,12 @@ def _padded(rows: torch.Tensor, count: int) -> torch.Tensor:
 def _call(operation: str, x: torch.Tensor) -> Call:
     capturing = x.is_cuda and torch.cuda.is_current_stream_capturing()
     return Call(operation, x.dtype, x.numel() * x.element_size(), x.device.type, capturing)
+
+
+def _indexed(device: torch.device) -> torch.device:
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
 
 
 def _checked_ranks(ranks: Sequence[int]) -> list[int]:

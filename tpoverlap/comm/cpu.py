@@ -46,10 +46,9 @@ class CpuProvider:
             return Reason.DTYPE_UNSUPPORTED
         return None
 
-    def all_reduce(self, x: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
-        result = torch.empty_like(x, memory_format=torch.contiguous_format) if out is None else out
+    def all_reduce(self, x: torch.Tensor, out: torch.Tensor) -> None:
         source = x.reshape(-1)
-        target = result.view(-1) if result.is_contiguous() else torch.empty_like(source)
+        target = out.view(-1) if out.is_contiguous() else torch.empty_like(source)
         step = self._slot_bytes // x.element_size()
 
         def transfer() -> None:
@@ -57,13 +56,11 @@ class CpuProvider:
                 self._sum_chunk(source[i : i + step], target[i : i + step], first=i == 0)
 
         self._call(describe("all_reduce", x, self.name), transfer)
-        if target.data_ptr() != result.data_ptr():
-            result.copy_(target.view(result.shape))
-        return result
+        if target.data_ptr() != out.data_ptr():
+            out.copy_(target.view(out.shape))
 
-    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
-        result = torch.empty((self._world_size, *x.shape), dtype=x.dtype)
-        source, rows = _as_bytes(x.reshape(-1)), _as_bytes(result.view(self._world_size, -1))
+    def all_gather(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        source, rows = _as_bytes(x.reshape(-1)), _as_bytes(out.view(self._world_size, -1))
 
         def transfer() -> None:
             for i in range(0, max(1, source.numel()), self._slot_bytes):
@@ -86,11 +83,9 @@ class CpuProvider:
                 )
 
         self._call(describe("all_gather", x, self.name), transfer)
-        return result
 
-    def reduce_scatter(self, shards: torch.Tensor) -> torch.Tensor:
-        result = torch.empty(shards.shape[1:], dtype=shards.dtype)
-        source, target = shards.reshape(self._world_size, -1), result.view(-1)
+    def reduce_scatter(self, shards: torch.Tensor, out: torch.Tensor) -> None:
+        source, target = shards.view(self._world_size, -1), out.view(-1)
         step = self._slot_bytes // (shards.element_size() * self._world_size)
 
         def transfer() -> None:
@@ -116,7 +111,6 @@ class CpuProvider:
                 )
 
         self._call(describe("reduce_scatter", shards, self.name), transfer)
-        return result
 
     def broadcast(self, x: torch.Tensor, src: int) -> None:
         staged = x if x.is_contiguous() else x.contiguous()

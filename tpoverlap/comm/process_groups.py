@@ -1,52 +1,92 @@
 """The torch.distributed groups that coordinators bring along, handed on from one coordinator to the next.
 
-torch derives the name of a group made by its members alone from their ranks and the names in use. A name that was
-given up and comes again finds the keys of its former life in the store, and hangs. So groups are not destroyed one by
-one: a coordinator returns a sound group here, where the next one of the same ranks takes it; they all end with
-``torch.distributed.destroy_process_group()``.
+``torch.distributed.new_group`` can make a group by its members alone, but names it after its ranks and the number of
+groups that the process has: members with different numbers hang, and so does a name that was given up and comes again,
+because it finds the keys of its former life in the store. So groups get names of their own here, which never come
+again, and a coordinator returns its sound groups, where the next one of the same ranks takes them.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from datetime import timedelta
 
 import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from tpoverlap.comm.rendezvous import StoreExchange
 
 _Key = tuple[str, tuple[int, ...], float]
 
 
 class GroupPool:
-    """Groups by backend, ranks and timeout. All members take and return in the same order."""
+    """Groups by backend, ranks and timeout. All members take groups of one key in the same order."""
 
     def __init__(self) -> None:
-        self._world: dist.ProcessGroup | None = None
+        self._begin_life(None)
+
+    def _begin_life(self, world: dist.ProcessGroup | None) -> None:
+        self._world = world
         self._free: dict[_Key, list[dist.ProcessGroup]] = defaultdict(list)
-        self._taken: dict[int, _Key] = {}
+        self._taken: dict[dist.ProcessGroup, _Key] = {}
+        self._requests: Counter[_Key] = Counter()
 
     def take(self, backend: str, ranks: Sequence[int], timeout_s: float) -> dist.ProcessGroup:
+        """A group that all ``ranks`` have free, or a new one. Collective over ``ranks``.
+
+        Raises CollectiveTimeoutError naming the members that do not come within ``timeout_s``.
+        """
         if self._world is not dist.group.WORLD:
             # The former default group is gone, and every group with it.
-            self._world = dist.group.WORLD
-            self._free.clear()
-            self._taken.clear()
+            self._begin_life(dist.group.WORLD)
         key = (backend, tuple(ranks), timeout_s)
-        if self._free[key]:
-            group = self._free[key].pop()
+        self._requests[key] += 1
+        name = f"tpoverlap/{backend}/{'_'.join(map(str, ranks))}/{timeout_s:g}/{self._requests[key]}"
+        free = self._free[key]
+        # One member may have called a group sound whose end another has seen fail.
+        offers = self._exchange(ranks, timeout_s).all_gather(f"{name}/free", [g.group_name for g in free])
+        common = [n for n in offers[0] if all(n in names for names in offers)]
+        if common:
+            group = next(g for g in free if g.group_name == common[0])
+            free.remove(group)
         else:
-            # Local synchronization: only the members take part, so that disjoint groups can be made side by side.
-            group = dist.new_group(
-                list(ranks), timeout=timedelta(seconds=timeout_s), backend=backend, use_local_synchronization=True
-            )
-        self._taken[id(group)] = key
+            group = _new_group(name, backend, ranks, timeout_s)
+        self._taken[group] = key
         return group
 
     def give_back(self, group: dist.ProcessGroup, sound: bool) -> None:
         """sound: no collective of the group was left half done. Groups that are not from here are left alone."""
-        key = self._taken.pop(id(group), None)
-        if key is not None and sound and self._world is dist.group.WORLD:
+        key = self._taken.pop(group, None)
+        if key is None or self._world is not dist.group.WORLD:
+            return
+        if sound:
             self._free[key].append(group)
+        elif key[0] == "gloo":
+            # Its threads and connections would stay for good. Communicators of a device end with the default group.
+            group.abort()
+            dist.destroy_process_group(group)
+
+    def _exchange(self, ranks: Sequence[int], timeout_s: float) -> StoreExchange:
+        assert self._world is not None
+        store = self._world.get_group_store()
+        return StoreExchange(store, list(ranks).index(dist.get_rank()), len(ranks), timeout_s)
+
+
+def _new_group(name: str, backend: str, ranks: Sequence[int], timeout_s: float) -> dist.ProcessGroup:
+    """``torch.distributed.new_group`` by the members alone, under a given name."""
+    assert dist.group.WORLD is not None
+    group, _ = c10d._new_process_group_helper(
+        len(ranks),
+        list(ranks).index(dist.get_rank()),
+        list(ranks),
+        dist.Backend(backend),
+        dist.group.WORLD.get_group_store(),
+        name,  # type: ignore[arg-type]
+        timeout=timedelta(seconds=timeout_s),
+    )
+    c10d._world.pg_group_ranks[group] = {rank: i for i, rank in enumerate(ranks)}
+    return group
 
 
 pool = GroupPool()

@@ -113,7 +113,10 @@ def two_shot(rank: int, world_size: int, num_pieces: int, gather: bool = True) -
 
 @cache
 def mailbox(rank: int, world_size: int, num_pieces: int) -> tuple[Step, ...]:
-    """One shot without counters, for captured graphs, whose values are baked in: one word a (writer, reader, piece)."""
+    """One shot without counters, for captured graphs, whose values are baked in: one word a (writer, reader, piece).
+
+    Piece p must lie at the same place of the slot in every operation: word p speaks for that place alone.
+    """
     peers = _peers(rank, world_size)
     steps = []
     for p in range(num_pieces):

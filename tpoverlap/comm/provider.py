@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -13,6 +13,7 @@ class Reason(StrEnum):
     """Why a provider does not serve a call. The words are stable: tests, logs and tools may rely on them."""
 
     WORLD_SIZE_1 = "world_size_1"
+    WORLD_SIZE_UNSUPPORTED = "world_size_unsupported"
     DISABLED = "disabled"
     DTYPE_UNSUPPORTED = "dtype_unsupported"
     DEVICE_UNSUPPORTED = "device_unsupported"
@@ -20,6 +21,8 @@ class Reason(StrEnum):
     ABOVE_MAX_BYTES = "above_max_bytes"
     BELOW_MIN_BYTES = "below_min_bytes"
     NOT_CAPTURABLE = "not_capturable"
+    NOT_CAPTURING = "not_capturing"
+    NO_CUDA_PYTHON = "no_cuda_python"
     NO_STREAM_MEM_OPS = "no_stream_mem_ops"
     NO_NVRTC = "no_nvrtc"
     PEER_ACCESS_AVAILABLE = "peer_access_available"
@@ -41,10 +44,12 @@ class Call:
     capturing: bool = False
 
 
+@runtime_checkable
 class Provider(Protocol):
-    """Serves collectives. Inputs are never written; results are new tensors, or ``out`` where it is given.
+    """Serves collectives of the current stream (CPU: at once). Inputs are never written, unless ``out`` is the input.
 
-    ``shards`` of reduce_scatter and the result of all_gather are [world_size, ...] contiguous.
+    ``out`` is made by the caller, before an executor changes streams. reduce_scatter's ``shards`` and all_gather's
+    ``out`` are [world_size, ...] and contiguous.
     """
 
     name: str
@@ -53,11 +58,11 @@ class Provider(Protocol):
         """None if this provider serves the call."""
         ...
 
-    def all_reduce(self, x: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor: ...
+    def all_reduce(self, x: torch.Tensor, out: torch.Tensor) -> None: ...
 
-    def all_gather(self, x: torch.Tensor) -> torch.Tensor: ...
+    def all_gather(self, x: torch.Tensor, out: torch.Tensor) -> None: ...
 
-    def reduce_scatter(self, shards: torch.Tensor) -> torch.Tensor: ...
+    def reduce_scatter(self, shards: torch.Tensor, out: torch.Tensor) -> None: ...
 
     def broadcast(self, x: torch.Tensor, src: int) -> None:
         """In place: ``x`` of every rank becomes that of group rank ``src``."""

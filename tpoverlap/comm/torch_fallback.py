@@ -44,35 +44,31 @@ class TorchProvider:
     def rejection_reason(self, call: Call) -> Reason | None:
         return None
 
-    def all_reduce(self, x: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
+    def all_reduce(self, x: torch.Tensor, out: torch.Tensor) -> None:
         # The backend works in place on contiguous memory.
-        work = out if out is not None and out.is_contiguous() else torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        work = out if out.is_contiguous() else torch.empty(x.shape, dtype=x.dtype, device=x.device)
         if work is not x:
             work.copy_(x)
         self._call("all_reduce", x, lambda: dist.all_reduce(work, group=self._group_for(x), async_op=True))
-        return work if out is None or work is out else out.copy_(work)
+        if work is not out:
+            out.copy_(work)
 
-    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
-        result = torch.empty((self._world_size, *x.shape), dtype=x.dtype, device=x.device)
-        rows = list(result.unbind(0))
-        self._call(
-            "all_gather", x, lambda: dist.all_gather(rows, x.contiguous(), group=self._group_for(x), async_op=True)
-        )
-        return result
+    def all_gather(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        rows, data = list(out.unbind(0)), x.contiguous()
+        self._call("all_gather", x, lambda: dist.all_gather(rows, data, group=self._group_for(x), async_op=True))
 
-    def reduce_scatter(self, shards: torch.Tensor) -> torch.Tensor:
+    def reduce_scatter(self, shards: torch.Tensor, out: torch.Tensor) -> None:
         if shards.device.type == "cpu":
             # Not every gloo has a reduce-scatter.
-            return self.all_reduce(shards, None)[self._rank].clone()
-        result = torch.empty(shards.shape[1:], dtype=shards.dtype, device=shards.device)
+            total = torch.empty_like(shards)
+            self.all_reduce(shards, total)
+            out.copy_(total[self._rank])
+            return
         self._call(
             "reduce_scatter",
             shards,
-            lambda: dist.reduce_scatter_tensor(
-                result.view(-1), shards.contiguous().view(-1), group=self.device_group, async_op=True
-            ),
+            lambda: dist.reduce_scatter_tensor(out.view(-1), shards.view(-1), group=self.device_group, async_op=True),
         )
-        return result
 
     def broadcast(self, x: torch.Tensor, src: int) -> None:
         data = x.contiguous()

@@ -38,10 +38,16 @@ def call(function: str, *args: Any) -> Any:
             f"{function} cannot be called: {error}. Install an NVIDIA driver that has it."
         ) from error
     if result != bindings.CUresult.CUDA_SUCCESS:
-        raise CudaDriverError(function, int(result), _name(bindings, result), _description(bindings, result))
+        raise failed_call(function, result)
     if not values:
         return None
     return values[0] if len(values) == 1 else tuple(values)
+
+
+def failed_call(function: str, result: Any) -> CudaDriverError:
+    """The error of a driver function that returned ``result``, for callers that check it themselves."""
+    bindings = driver()
+    return CudaDriverError(function, int(result), _name(bindings, result), _description(bindings, result))
 
 
 @functools.cache

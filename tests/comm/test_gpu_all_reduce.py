@@ -1,0 +1,245 @@
+"""Collectives of CUDA tensors through host memory: bits, layouts, graphs, streams. Two GPUs; each test spawns ranks."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+from rank_harness import run_ranks
+
+from tpoverlap.comm import GroupCoordinator, Reason
+from tpoverlap.config import HostReduceConfig
+
+pytestmark = pytest.mark.multigpu
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+KIB, MIB = 1 << 10, 1 << 20
+
+
+def make_group(world_size: int | None = None, **config: object) -> GroupCoordinator:
+    """A group of GPU ranks; ranks share the GPUs there are."""
+    os.environ["NCCL_P2P_DISABLE"] = "1"
+    rank = dist.get_rank()
+    device = torch.device("cuda", rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    options = {"timeout_s": 30.0, **config}
+    return GroupCoordinator(range(world_size or dist.get_world_size()), rank, device, HostReduceConfig(**options))  # type: ignore[arg-type]
+
+
+def inputs(seed: int, count: int, num_elements: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    """Every rank's input, the same on all ranks: random, with special values among them."""
+    generator = torch.Generator(device="cuda").manual_seed(seed)
+    parts = []
+    for q in range(count):
+        x = torch.randn(num_elements, generator=generator, device="cuda") * 10 ** (seed % 5 - 2)
+        x = x.to(dtype)
+        special = torch.tensor(
+            [float("nan"), float("inf"), float("-inf"), torch.finfo(dtype).smallest_normal / 4, -0.0], device="cuda"
+        ).to(dtype)
+        if num_elements > 64:
+            at = torch.randint(0, num_elements, (20,), generator=generator, device="cuda")
+            x[at] = special.repeat(4).roll(q)
+        parts.append(x)
+    return parts
+
+
+def expected_sum(parts: list[torch.Tensor]) -> torch.Tensor:
+    if len(parts) == 2:
+        return parts[0] + parts[1]
+    total = parts[0].float()
+    for part in parts[1:]:
+        total = total + part.float()
+    return total.to(parts[0].dtype)
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Equal bit for bit, but for the payload of a NaN."""
+    integers = {2: torch.int16, 4: torch.int32}[a.element_size()]
+    equal = a.contiguous().view(integers) == b.contiguous().view(integers)
+    return bool((equal | (a.isnan() & b.isnan())).all())
+
+
+def _sizes(rank: int, nccl: bool) -> dict[str, int]:
+    n = dist.get_world_size()
+    group = make_group()
+    sizes = [2, 6, 16, 30, 2 * KIB, 10_000, 64 * KIB, 256 * KIB, 256 * KIB + 2, MIB, 3 * MIB + 6, 8_192_000, 16 * MIB]
+    sizes += [20 * MIB, 33 * MIB + 2, 64 * MIB] if n == 2 else [21 * MIB]
+    for dtype in DTYPES:
+        for seed, size in enumerate(sizes):
+            count = max(1, size // dtype.itemsize)
+            parts = inputs(seed, n, count, dtype)
+            expected = expected_sum(parts)
+            if nccl:
+                reference = parts[rank].clone()
+                dist.all_reduce(reference, group=group.device_group)
+                assert same_bits(reference, expected), ("NCCL", dtype, size)
+            kept = parts[rank].clone()
+            out = torch.full_like(kept, float("nan"))
+            group.all_reduce(parts[rank], out=out)
+            got = group.all_reduce(parts[rank])
+            parts[rank].fill_(7)  # right after the call
+            assert same_bits(got, expected), (dtype, size)
+            assert same_bits(out, expected), (dtype, size, "out")
+            unaligned = torch.empty(count + 3, dtype=dtype, device="cuda")[3:]
+            unaligned.copy_(kept)
+            assert same_bits(group.all_reduce(unaligned), expected), (dtype, size, "unaligned")
+            strided = torch.stack([kept, kept], -1)[:, 0]
+            assert same_bits(group.all_reduce(strided), expected), (dtype, size, "strided")
+            group.all_reduce(kept, out=kept)
+            assert same_bits(kept, expected), (dtype, size, "in place")
+    served = group.served
+    group.destroy()
+    return served
+
+
+def test_two_ranks_give_the_bits_of_nccl() -> None:
+    for served in run_ranks(_sizes, 2, True, timeout_s=110):
+        assert set(served) == {"kernel", "copy_engine"}
+
+
+def test_four_ranks_on_two_gpus_hold_the_sum_in_rank_order() -> None:
+    for served in run_ranks(_sizes, 4, False, timeout_s=110):
+        assert set(served) == {"kernel", "copy_engine"}
+
+
+def _gather_and_scatter(rank: int) -> None:
+    n = dist.get_world_size()
+    group = make_group()
+    for dtype in (*DTYPES, torch.int64):
+        for shape in [(8, 16), (1000, 33 * n), (512, 4096 * n), (3000, 2048 * n)]:
+            generator = torch.Generator(device="cuda").manual_seed(shape[0])
+            if dtype == torch.int64:
+                parts = [torch.randint(0, 99, shape, generator=generator, device="cuda") for _ in range(n)]
+            else:
+                parts = [torch.randn(shape, generator=generator, device="cuda").to(dtype) for _ in range(n)]
+            for dim in (0, 1):
+                assert torch.equal(group.all_gather(parts[rank], dim), torch.cat(parts, dim)), (dtype, shape, dim)
+            if dtype != torch.int64:
+                assert torch.equal(group.reduce_scatter(parts[rank], 1), expected_sum(parts).chunk(n, 1)[rank])
+            total = group.all_reduce_sum2(parts[rank], parts[rank]) if dtype != torch.int64 else None
+            assert total is None or torch.equal(total, expected_sum([p + p for p in parts]))
+    assert group.served["copy_engine"] > 0
+    group.destroy()
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_all_gather_reduce_scatter_and_sum2(world_size: int) -> None:
+    run_ranks(_gather_and_scatter, world_size, timeout_s=110)
+
+
+def _streams(rank: int) -> None:
+    """Back to back on a side stream beside matrix products, and from two streams in turn; modes mixed."""
+    group = make_group()
+    a = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
+    product = torch.empty_like(a)
+    side, other = torch.cuda.Stream(), torch.cuda.Stream()
+    cases = []
+    for i in range(60):
+        dtype = DTYPES[i % 3]
+        count = [500, 100_000, 1_000_000, 3_000_000, 70, 130_000][i % 6]
+        parts = inputs(i, 2, count, dtype)
+        cases.append((parts[rank], expected_sum(parts)))
+    torch.cuda.synchronize()
+    results = []
+    for i, (x, _) in enumerate(cases):
+        torch.mm(a, a, out=product)
+        stream = side if i < 30 or i % 2 else other
+        event = torch.cuda.current_stream().record_event()
+        stream.wait_event(event)
+        with torch.cuda.stream(stream):
+            results.append(group.all_reduce(x))
+            x.fill_(float("nan"))
+    torch.cuda.synchronize()
+    for i, (got, (_, expected)) in enumerate(zip(results, cases, strict=True)):
+        assert same_bits(got, expected), i
+    group.destroy()
+
+
+def test_streams_and_modes_mixed() -> None:
+    run_ranks(_streams, 2, timeout_s=110)
+
+
+def _soak(rank: int, calls: int) -> None:
+    group = make_group()
+    generator = torch.Generator().manual_seed(1)
+    pool = {
+        dtype: [
+            (torch.randn(6_000_000, device="cuda", generator=torch.Generator("cuda").manual_seed(q)) * 3).to(dtype)
+            for q in range(2)
+        ]
+        for dtype in DTYPES
+    }
+    wrong = torch.zeros((), dtype=torch.int64, device="cuda")
+    for i in range(calls):
+        dtype = DTYPES[i % 3]
+        largest = 2_000_000 if i % 10 == 0 else 100_000
+        count = int(torch.randint(1, largest, (1,), generator=generator))
+        start = int(torch.randint(0, 6_000_000 - count, (1,), generator=generator))
+        parts = [p[start : start + count] for p in pool[dtype]]
+        got = group.all_reduce(parts[rank])
+        wrong += (got != parts[0] + parts[1]).sum()
+    assert int(wrong) == 0
+    group.destroy()
+
+
+def test_ten_thousand_calls_all_checked() -> None:
+    run_ranks(_soak, 2, 10_000, timeout_s=110)
+
+
+def _graphs(rank: int, sizes: list[int]) -> dict[str, int]:
+    group = make_group()
+    n = dist.get_world_size()
+    for dtype in DTYPES:
+        for size in sizes:
+            count = max(1, size // dtype.itemsize)
+            x, out = torch.zeros(count, dtype=dtype, device="cuda"), torch.zeros(count, dtype=dtype, device="cuda")
+            second = torch.zeros_like(x)
+            graph = torch.cuda.CUDAGraph()
+            torch.cuda.synchronize()
+            with torch.cuda.graph(graph):
+                group.all_reduce(x, out=out)
+                second.copy_(group.all_reduce(out))
+            for seed in range(4):
+                parts = inputs(seed, n, count, dtype)
+                x.copy_(parts[rank])
+                graph.replay()
+                eager = group.all_reduce(parts[rank])  # between replays, on the same stream
+                expected = expected_sum(parts)
+                assert same_bits(out, expected), (dtype, size, seed)
+                assert same_bits(eager, expected), (dtype, size, seed, "eager")
+                assert same_bits(second, expected_sum([expected] * n)), (dtype, size, seed, "second")
+    served = group.served
+    group.destroy()
+    return served
+
+
+def test_graphs_replay_with_changed_inputs() -> None:
+    sizes = [2, 2 * KIB, 256 * KIB, MIB, 8_192_000, 20 * MIB]
+    for served in run_ranks(_graphs, 2, sizes, timeout_s=110):
+        assert set(served) == {"kernel", "captured_copy_engine", "copy_engine"}
+
+
+def test_graphs_of_four_ranks_on_two_gpus() -> None:
+    run_ranks(_graphs, 4, [2 * KIB, 3 * MIB], timeout_s=110)
+
+
+def _reasons(rank: int) -> None:
+    group = make_group()
+    small, large = torch.ones(8, device="cuda"), torch.ones(1_000_000, device="cuda")
+    assert group.rejection_reasons(small)["kernel"] is None
+    assert group.rejection_reasons(large)["kernel"] == Reason.ABOVE_MAX_BYTES
+    assert group.rejection_reasons(large)["copy_engine"] is None
+    assert group.rejection_reasons(large)["captured_copy_engine"] == Reason.NOT_CAPTURING
+    assert group.rejection_reasons(large.long())["copy_engine"] == Reason.DTYPE_UNSUPPORTED
+    assert group.all_reduce(torch.ones(8, dtype=torch.int64, device="cuda")).tolist() == [2] * 8
+    off = make_group(copy_engine_max_bytes=0)
+    assert off.rejection_reasons(large)["copy_engine"] == Reason.DISABLED
+    assert torch.equal(off.all_reduce(large), large * 2)
+    assert off.served == {"torch": 1}
+    off.destroy()
+    group.destroy()
+
+
+def test_reasons_and_the_last_provider() -> None:
+    run_ranks(_reasons, 2)

@@ -1,0 +1,266 @@
+"""Collectives of CUDA tensors by the GPU's copy engines, through pinned host memory.
+
+Data goes up and down in pieces on two streams (the provider's own and the caller's), ordered by stream memory
+operations; one addition follows. No multiprocessor moves data, so that compute beside it keeps its speed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from tpoverlap.comm.cpu import REDUCED_DTYPES, sum_in_rank_order
+from tpoverlap.comm.device_region import CopyRegion
+from tpoverlap.comm.gpu import GpuSegment
+from tpoverlap.comm.layout import NUM_SLOTS
+from tpoverlap.comm.protocol import Kind, Step, one_shot, pieces_published, two_shot
+from tpoverlap.comm.provider import Call, Reason, describe
+from tpoverlap.comm.words import MASK
+
+_ALIGNMENT = 256
+Action = Callable[[Any, int, int], None]
+"""Does a step's work: (stream of the down lane, slot, piece)."""
+
+
+def piece_count(num_bytes: int) -> int:
+    """Pieces of a payload: more hide the first upload better, and each costs host time."""
+    for limit, count in _PIECES:
+        if num_bytes <= limit:
+            return count
+    return _MOST_PIECES
+
+
+_PIECES = ((512 << 10, 1), (1 << 20, 2), (6 << 20, 4))
+_MOST_PIECES = 4
+
+
+class CopyEngineProvider:
+    """Eager all-reduce, all-gather and reduce-scatter of CUDA tensors on the current stream, for ranks of one host.
+
+    Sums are in rank order: one addition in the tensor's dtype for two ranks, FP32 rounded once for more. Payloads
+    above the slot size run as consecutive operations. Work that the caller puts on the stream after the call, also
+    writes to the input, runs after this rank's own uploads.
+    """
+
+    name = "copy_engine"
+
+    def __init__(self, segment: GpuSegment, peer_access: bool, num_pieces: int | None = None) -> None:
+        self._segment = segment
+        self._calls = segment.calls
+        self._rank = segment.rank
+        self._world_size = segment.world_size
+        self._slot_bytes = segment.layout.copy_slot_bytes
+        self._peer_access = peer_access
+        self._num_pieces = num_pieces
+        self.region = CopyRegion(segment)
+
+    def rejection_reason(self, call: Call) -> Reason | None:
+        if call.device_type != "cuda":
+            return Reason.DEVICE_UNSUPPORTED
+        if call.operation == "broadcast":
+            return Reason.OPERATION_UNSUPPORTED
+        if call.operation != "all_gather" and call.dtype not in REDUCED_DTYPES:
+            return Reason.DTYPE_UNSUPPORTED
+        if call.capturing:
+            return Reason.NOT_CAPTURABLE
+        if self._peer_access:
+            return Reason.PEER_ACCESS_AVAILABLE
+        return None
+
+    def all_reduce(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        source = x.contiguous().view(-1)
+        target = out.view(-1) if out.is_contiguous() else torch.empty_like(source)
+        self._call(describe("all_reduce", x, self.name), lambda: self._all_reduce(source, target))
+        if target.data_ptr() != out.data_ptr():
+            out.copy_(target.view(out.shape))
+
+    def all_gather(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        source, row_bytes = x.contiguous(), x.numel() * x.element_size()
+        out[self._rank].copy_(source)
+
+        def transfer() -> None:
+            for begin, size in self._chunks(row_bytes, 1):
+                pieces = self._pieces(size)
+                at = source.data_ptr() + begin
+
+                def upload(stream: Any, slot: int, p: int, at: int = at, pieces: list[range] = pieces) -> None:
+                    self._up(slot, pieces[p], at)
+
+                def collect(stream: Any, slot: int, p: int, begin: int = begin, pieces: list[range] = pieces) -> None:
+                    for q in self._peers():
+                        self._down(stream, q, slot, pieces[p], out.data_ptr() + q * row_bytes + begin)
+
+                steps = one_shot(self._rank, self._world_size, len(pieces))
+                self._operate(steps, {Kind.UPLOAD: upload, Kind.COLLECT: collect})
+
+        self._call(describe("all_gather", x, self.name), transfer)
+
+    def reduce_scatter(self, shards: torch.Tensor, out: torch.Tensor) -> None:
+        source, target = shards.view(self._world_size, -1), out.view(-1)
+        n, item = self._world_size, shards.element_size()
+
+        def transfer() -> None:
+            for begin, size in self._chunks(target.numel() * item, n):
+                columns = slice(begin // item, (begin + size) // item)
+                own = source[self._rank, columns]
+                received = torch.empty((n, size // item), dtype=shards.dtype, device=shards.device)
+                pieces = self._pieces(size)
+
+                def upload(
+                    stream: Any, slot: int, p: int, begin: int = begin, size: int = size, pieces: list[range] = pieces
+                ) -> None:
+                    for q in self._peers():
+                        start = source[q].data_ptr() + begin
+                        self._up(slot, pieces[p], start, offset=q * size)
+
+                def reduce(
+                    stream: Any,
+                    slot: int,
+                    p: int,
+                    size: int = size,
+                    pieces: list[range] = pieces,
+                    received: torch.Tensor = received,
+                ) -> None:
+                    for q in self._peers():
+                        self._down(stream, q, slot, pieces[p], received[q].data_ptr(), offset=self._rank * size)
+
+                steps = two_shot(self._rank, n, len(pieces), gather=False)
+                self._operate(steps, {Kind.UPLOAD: upload, Kind.REDUCE: reduce})
+                sum_in_rank_order(self._in_rank_order(own, received), target[columns])
+
+        self._call(describe("reduce_scatter", shards, self.name), transfer)
+
+    def broadcast(self, x: torch.Tensor, src: int) -> None:
+        raise AssertionError("rejected")
+
+    # Parts
+
+    def _call(self, description: str, transfer: Callable[[], None]) -> None:
+        channel = self._segment.channel
+        channel.begin(description)
+        try:
+            transfer()
+        finally:
+            channel.finish(completed=False)
+
+    def _all_reduce(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        item = x.element_size()
+        for begin, size in self._chunks(x.numel() * item, 1):
+            part = slice(begin // item, (begin + size) // item)
+            if self._world_size == 2:
+                self._exchange(x[part], out[part])
+            else:
+                self._two_shots(x[part], out[part])
+
+    def _exchange(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        """Two ranks: each reads the other's payload and adds."""
+        received = torch.empty_like(x)
+        pieces = self._pieces(x.numel() * x.element_size())
+        source, target, peer = x.data_ptr(), received.data_ptr(), 1 - self._rank
+
+        def upload(stream: Any, slot: int, p: int) -> None:
+            self._up(slot, pieces[p], source)
+
+        def collect(stream: Any, slot: int, p: int) -> None:
+            self._down(stream, peer, slot, pieces[p], target)
+
+        steps = one_shot(self._rank, 2, len(pieces))
+        self._operate(steps, {Kind.UPLOAD: upload, Kind.COLLECT: collect})
+        torch.add(x, received, out=out)
+
+    def _two_shots(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        """More ranks: each adds its own shard of all, then reads the others' sums."""
+        n, item = self._world_size, x.element_size()
+        shard = -(-x.numel() // n)
+        shard = -(-shard * item // _ALIGNMENT) * _ALIGNMENT // item
+        bounds = [range(min(q * shard, x.numel()), min((q + 1) * shard, x.numel())) for q in range(n)]
+        own = bounds[self._rank]
+        received = torch.empty((n, max(1, len(own))), dtype=x.dtype, device=x.device)
+        own_sum = out[own.start : own.stop]
+
+        def others(q: int) -> range:
+            return range(bounds[q].start * item, bounds[q].stop * item)
+
+        def upload(stream: Any, slot: int, p: int) -> None:
+            for q in self._peers():
+                self._up(slot, others(q), x.data_ptr())
+
+        def reduce(stream: Any, slot: int, p: int) -> None:
+            for q in self._peers():
+                self._down(stream, q, slot, others(self._rank), received[q].data_ptr() - own.start * item)
+            sum_in_rank_order(self._in_rank_order(x[own.start : own.stop], received), own_sum)
+
+        def upload_result(stream: Any, slot: int, p: int) -> None:
+            self._up(slot, others(self._rank), out.data_ptr())
+
+        def collect_result(stream: Any, slot: int, p: int) -> None:
+            for q in self._peers():
+                self._down(stream, q, slot, others(q), out.data_ptr())
+
+        self._operate(
+            two_shot(self._rank, n, 1),
+            {
+                Kind.UPLOAD: upload,
+                Kind.REDUCE: reduce,
+                Kind.UPLOAD_RESULT: upload_result,
+                Kind.COLLECT_RESULT: collect_result,
+            },
+        )
+
+    def _operate(self, steps: tuple[Step, ...], actions: dict[Kind, Action]) -> None:
+        """Issues one operation's steps in their order: lane ``up`` on the provider's stream, ``down`` on the caller's.
+
+        The caller's stream ends behind both lanes.
+        """
+        segment, calls, region = self._segment, self._calls, self.region
+        down, up, event = segment.begin(), segment.up, segment.event
+        operation = region.next_operation(pieces_published(steps), NUM_SLOTS)
+        slot_free = (operation.number - NUM_SLOTS) & MASK
+        calls.order(up, event, down)
+        for step in steps:
+            kind = step.kind
+            if kind is Kind.WAIT_PUBLISHED:
+                calls.wait_at_least(down, region.published_address[step.rank], (operation.base + step.count) & MASK)
+            elif kind is Kind.PUBLISH:
+                calls.write(up, region.published_address[self._rank], (operation.base + step.count) & MASK)
+            elif kind is Kind.WAIT_CONSUMED:
+                calls.wait_at_least(up, region.consumed_address[step.rank], slot_free)
+            elif kind is Kind.CONSUME:
+                calls.write(down, region.consumed_address[self._rank], operation.number)
+            else:
+                if step.after:
+                    calls.order(up, event, down)
+                actions[kind](down, operation.slot, step.piece)
+        calls.order(down, event, up)
+
+    def _up(self, slot: int, part: range, source: int, offset: int = 0) -> None:
+        """Bytes ``part`` behind ``source`` into this rank's slot, where they lie ``offset`` further."""
+        if part:
+            host = self._segment.host_address + self._segment.layout.copy_slot(self._rank, slot)
+            self._calls.to_host(host + offset + part.start, source + part.start, len(part), self._segment.up)
+
+    def _down(self, stream: Any, rank: int, slot: int, part: range, target: int, offset: int = 0) -> None:
+        """Bytes ``part`` of rank's slot (``offset`` further) to behind ``target``."""
+        if part:
+            host = self._segment.host_address + self._segment.layout.copy_slot(rank, slot)
+            self._calls.to_device(target + part.start, host + offset + part.start, len(part), stream)
+
+    def _chunks(self, num_bytes: int, per_slot: int) -> list[tuple[int, int]]:
+        """(begin, size) of the operations that a payload takes, of nearly equal size; a slot holds ``per_slot``."""
+        largest = self._slot_bytes // per_slot // _ALIGNMENT * _ALIGNMENT
+        count = max(1, -(-num_bytes // largest))
+        size = min(largest, -(-num_bytes // count // _ALIGNMENT) * _ALIGNMENT or _ALIGNMENT)
+        return [(b, min(size, num_bytes - b)) for b in range(0, max(num_bytes, 1), size)]
+
+    def _pieces(self, num_bytes: int) -> list[range]:
+        count = self._num_pieces or piece_count(num_bytes)
+        size = max(_ALIGNMENT, -(-num_bytes // count // _ALIGNMENT) * _ALIGNMENT)
+        return [range(b, min(b + size, num_bytes)) for b in range(0, max(num_bytes, 1), size)]
+
+    def _peers(self) -> list[int]:
+        return [q for q in range(self._world_size) if q != self._rank]
+
+    def _in_rank_order(self, own: torch.Tensor, received: torch.Tensor) -> list[torch.Tensor]:
+        return [own if q == self._rank else received[q, : own.numel()] for q in range(self._world_size)]

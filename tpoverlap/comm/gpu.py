@@ -1,0 +1,130 @@
+"""What the GPU modes of a group share, and how its ranks agree on the modes that exist."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+
+from tpoverlap.comm.channel import Channel
+from tpoverlap.comm.layout import Layout
+from tpoverlap.comm.provider import Reason
+from tpoverlap.comm.rendezvous import StoreExchange
+from tpoverlap.config import HostReduceConfig
+from tpoverlap.cuda.driver import CudaDriverError, call, import_bindings
+from tpoverlap.cuda.pinned import PinnedMapping
+from tpoverlap.cuda.stream_memory_ops import stream_memory_ops_work
+from tpoverlap.cuda.streams import new_event, new_stream, stream_calls
+from tpoverlap.errors import ChannelError, TpOverlapError, UnsupportedError
+
+
+class GpuSegment:
+    """A group's segment as one GPU reaches it, and the order of the group's operations on that GPU.
+
+    All modes of a group share one, since its calls are ordered whatever stream and mode they use.
+    """
+
+    def __init__(self, channel: Channel, device: torch.device) -> None:
+        self.channel = channel
+        self.layout: Layout = channel.layout
+        self.rank = channel.rank
+        self.world_size = channel.layout.world_size
+        self.device = device
+        with torch.cuda.device(device):
+            torch.cuda.current_stream().synchronize()  # makes the primary context current in this thread
+            self._mapping: PinnedMapping | None = PinnedMapping(channel.segment.address, channel.segment.size)
+            self.calls = stream_calls()
+            self.up = new_stream()
+            self.event = new_event()
+            self._last_event = new_event()
+        self.host_address = channel.segment.address
+        self.device_address = self._mapping.device_address
+        self._last: torch.cuda.Stream | None = None
+
+    def begin(self) -> Any:
+        """The driver's handle of the current stream, ordered behind the group's last eager call.
+
+        Under capture there is no such order: replays against eager calls are the caller's to order.
+        """
+        current = torch.cuda.current_stream(self.device)
+        handle = self.calls.stream(current)
+        if torch.cuda.is_current_stream_capturing():
+            return handle
+        if self._last is not None and self._last != current:
+            self.calls.order(handle, self._last_event, self.calls.stream(self._last))
+        self._last = current
+        return handle
+
+    def drain(self) -> None:
+        torch.cuda.synchronize(self.device)
+
+    def close(self) -> None:
+        """Waits for the device and unpins. The segment itself is the channel's."""
+        if self._mapping is not None:
+            self.drain()
+            self._mapping.close()
+            self._mapping = None
+            call("cuStreamDestroy", self.up)
+            call("cuEventDestroy", self.event)
+            call("cuEventDestroy", self._last_event)
+
+
+def missing_parts(device: torch.device) -> dict[str, Reason]:
+    """The modes that this rank's device, driver or installation cannot have, by provider name, with why."""
+    try:
+        import_bindings("driver")
+    except UnsupportedError:
+        return dict.fromkeys(("kernel", "copy_engine", "captured_copy_engine"), Reason.NO_CUDA_PYTHON)
+    missing: dict[str, Reason] = {}
+    try:
+        import_bindings("nvrtc")
+    except UnsupportedError:
+        missing["kernel"] = Reason.NO_NVRTC
+    if not stream_memory_ops_work(torch.cuda._get_device_index(device, optional=True)):
+        missing |= dict.fromkeys(("copy_engine", "captured_copy_engine"), Reason.NO_STREAM_MEM_OPS)
+    return missing
+
+
+def agree(exchange: StoreExchange, missing: dict[str, Reason]) -> dict[str, Reason]:
+    """What is missing on any rank is missing for all: the choice of a provider must be the same everywhere."""
+    agreed: dict[str, Reason] = {}
+    for theirs in exchange.all_gather("missing", missing):
+        for name, reason in theirs.items():
+            agreed.setdefault(name, Reason(reason))
+    return agreed
+
+
+def peer_access(exchange: StoreExchange, device: torch.device, config: HostReduceConfig) -> bool:
+    """Whether every pair of the group's GPUs really reaches each other's memory and nothing has turned that off."""
+    mine = {
+        "uuid": str(torch.cuda.get_device_properties(device).uuid),
+        "off": config.peer_access == "ignore" or os.environ.get("NCCL_P2P_DISABLE", "0") not in ("", "0"),
+    }
+    everyone = exchange.all_gather("device", mine)
+    visible = {str(torch.cuda.get_device_properties(i).uuid): i for i in range(torch.cuda.device_count())}
+    own = torch.cuda._get_device_index(device, optional=True)
+    reach = [
+        theirs["uuid"] in visible and torch.cuda.can_device_access_peer(own, visible[theirs["uuid"]])
+        for theirs in everyone
+        if theirs["uuid"] != mine["uuid"]
+    ]
+    all_reach = exchange.all_gather("reach", bool(reach) and all(reach))
+    return all(all_reach) and not any(theirs["off"] for theirs in everyone)
+
+
+def open_on_device(channel: Channel, exchange: StoreExchange, device: torch.device) -> GpuSegment:
+    """Pins the segment on every rank, or on none: ChannelError on all of them then."""
+    segment: GpuSegment | None = None
+    problem = ""
+    try:
+        segment = GpuSegment(channel, device)
+    except (TpOverlapError, CudaDriverError) as e:
+        problem = str(e)
+    problems = [f"rank {q}: {why}" for q, why in enumerate(exchange.all_gather("pinned", problem)) if why]
+    if problems:
+        if segment is not None:
+            segment.close()
+        raise ChannelError("; ".join(problems))
+    assert segment is not None
+    return segment
