@@ -14,7 +14,11 @@ from pathlib import Path
 import pytest
 import torch
 from dsa_cases import check_case, random_case
+from qsa_cases import check_metadata, exact_scores, loop_select, score_words, select_case
+from qsa_layer import run_layer
 from topk_cases import check_topk
+
+from tpoverlap.attention import qsa
 
 pytest.importorskip("triton")
 
@@ -27,29 +31,34 @@ if os.environ.get("TRITON_INTERPRET") != "1":
             cwd=Path(__file__).parents[2],
             capture_output=True,
             text=True,
-            timeout=110,
+            timeout=115,
         )
         assert run.returncode == 0, run.stdout + run.stderr
         assert " passed" in run.stdout
 
 else:
 
-    @pytest.mark.parametrize("values", ["normal", "ties", "equal", "special", "descending"])
     @pytest.mark.parametrize(
-        ("width", "k", "order", "skip_neg_inf"),
-        [(40, 1, "score", False), (1500, 20, "score", True), (2600, 5, "index", False), (130, 100, "index", True)],
+        ("values", "width", "k", "order", "skip_neg_inf"),
+        [
+            ("special", 40, 1, "score", False),
+            ("special", 1500, 20, "score", True),
+            ("normal", 2600, 20, "index", False),
+            ("ties", 2600, 5, "index", False),
+            ("equal", 2600, 5, "index", False),
+            ("descending", 2600, 20, "index", False),
+            ("special", 130, 100, "index", True),
+        ],
     )
     def test_topk(values, width, k, order, skip_neg_inf):
         check_topk(width + k, "cpu", rows=2, width=width, k=k, values=values, order=order, skip_neg_inf=skip_neg_inf)
 
-    @pytest.mark.parametrize("values", ["normal", "ties", "special"])
     @pytest.mark.parametrize(
-        ("rows", "width", "block_size", "row_repeat", "with_starts", "strided"),
+        ("values", "rows", "width", "block_size", "row_repeat", "with_starts", "strided"),
         [
-            (3, 73, 3, 1, True, True),
-            (4, 97, 8, 4, True, False),
-            (2, 2500, 16, 1, False, False),
-            (3, 40, 1, 2, True, True),
+            ("special", 3, 73, 3, 1, True, True),
+            ("ties", 4, 97, 8, 4, True, False),
+            ("normal", 1, 2500, 16, 1, False, False),
         ],
     )
     def test_dsa(values, rows, width, block_size, row_repeat, with_starts, strided):
@@ -64,3 +73,47 @@ else:
             values=values,
         )
         check_case(case, "cpu", strided=strided, bounds_dtype=torch.int64 if strided else torch.int32)
+
+    @pytest.mark.parametrize("seed", range(8))
+    def test_qsa_metadata(seed):
+        ring = 8 if seed % 3 == 0 else 0
+        check_metadata(seed, "cpu", ratio=1 + seed, storage_block_size=4, ring=ring, extra_work=seed % 4 - 1)
+
+    @pytest.mark.parametrize(
+        ("heads", "segment", "keys"),
+        [(4, 1, torch.float16), (4, 2, torch.float8_e4m3fn), (4, 4, torch.float16), (3, 1, torch.float8_e4m3fn)],
+    )
+    def test_qsa_scores(heads, segment, keys):
+        case = select_case(7, [5, 1, 0, 3], [301, 40, 9, 3], heads=heads, holes=True, padding=2)
+        args = list(case.args("cpu"))
+        args[1] = args[1].to(keys)
+        visible = torch.tensor(case.visible, dtype=torch.int32)
+        out = torch.full((11, args[2].shape[1] * 8), 5.0)
+        if segment == 1:
+            qsa.score_paged(*args[:4], visible, out=out)
+        else:
+            qsa.score_request_segments(*args[:4], visible, max_segment=segment, out=out)
+        for row, want in zip(out.tolist(), exact_scores(case), strict=True):
+            assert row == want + [5.0] * (len(row) - len(want))
+
+    def test_runs_longer_than_the_window_are_cut_alike():
+        case = select_case(8, [70, 3], [72, 5])
+        args = case.args("cpu")[:4]
+        visible = torch.tensor(case.visible, dtype=torch.int32)
+        paged = qsa.score_paged(*args, visible)
+        segments = qsa.score_request_segments(*args, visible, max_segment=4)
+        assert score_words(segments, case.visible) == score_words(paged, case.visible)
+
+    @pytest.mark.parametrize(
+        ("ratio", "top_k", "segments"), [(4, 6, "auto"), (3, 17, False), (1, 30, "auto"), (4, 6, False)]
+    )
+    def test_qsa_selection(ratio, top_k, segments):
+        case = select_case(9, [3, 2, 1], [150, 40, 77], ratio=ratio, holes=ratio == 3, padding=1)
+        got = qsa.select_tokens(
+            *case.args("cpu"), compress_ratio=ratio, top_k=top_k, request_segments=segments, workspace_bytes=40_000
+        )
+        assert got.tolist() == loop_select(case, top_k)
+
+    @pytest.mark.parametrize(("cache_positions", "cache_dtype"), [(True, "auto"), (False, "fp8")])
+    def test_qsa_layer(cache_positions, cache_dtype):
+        run_layer(5, "cpu", cache_positions=cache_positions, cache_dtype=cache_dtype, steps=5)

@@ -59,16 +59,14 @@ def select_row(
     scores,
     length,
     scratch,
-    out,
-    out_stride,
     k,
     GROUPS: tl.constexpr,
     K_PADDED: tl.constexpr,
     SKIP_NEG_INF: tl.constexpr,
 ):
-    """Write the indices of the k best of scores[:length], or all of them, to ``out`` and to scratch in ascending order.
+    """Write keys and indices of the k best of scores[:length], or of all of them, to scratch in ascending index order.
 
-    Keys and indices in scratch are visible to the program after a barrier. Returns how many were selected.
+    Passes a barrier, after which the program may read them. Returns how many were selected.
     """
     list_scores = scratch.to(tl.pointer_type(tl.float32), bitcast=True)
     list_indices = scratch + GROUPS
@@ -160,11 +158,20 @@ def select_row(
             index = tl.load(list_indices + at, mask=live, other=0)
         tl.store(selected_keys + rank, key, mask=chosen)
         tl.store(selected_indices + rank, index, mask=chosen)
-        tl.store(out + rank.to(tl.int64) * out_stride, index, mask=chosen)
         total = tl.sum(packed)
         num_above += total & 0xFFFF
         equal_before += total >> 16
+    tl.debug_barrier()
     return num_above + tl.minimum(equal_before, num_equal)
+
+
+@triton.jit
+def load_selected(scratch, count, GROUPS: tl.constexpr, K_PADDED: tl.constexpr):
+    """Keys and indices [K_PADDED] that :func:`select_row` left; ABSENT and -1 behind the first ``count``."""
+    lane = tl.arange(0, K_PADDED)
+    selected = scratch + 2 * GROUPS + lane
+    keys = tl.load(selected, mask=lane < count, other=ABSENT)
+    return keys, tl.load(selected + K_PADDED, mask=lane < count, other=-1)
 
 
 @triton.jit
@@ -173,12 +180,6 @@ def _best_first(keys, indices, live):
     ranked = (keys.to(tl.int64) << 32) | (0x7FFFFFFF - indices).to(tl.int64)
     ranked = tl.sort(tl.where(live, ranked, ABSENT_RANKED), descending=True)
     return (ranked >> 32).to(tl.int32), 0x7FFFFFFF - (ranked & 0x7FFFFFFF).to(tl.int32)
-
-
-@triton.jit
-def _fill_absent(out, out_stride, first, k, SIZE: tl.constexpr):
-    lane = tl.arange(0, SIZE)
-    tl.store(out + lane.to(tl.int64) * out_stride, -1, mask=(lane >= first) & (lane < k))
 
 
 @triton.jit
@@ -192,18 +193,8 @@ def _sort_short(
     if SKIP_NEG_INF:
         kept &= keys > NEG_INF
     tl.store(out + lane.to(tl.int64) * out_stride, tl.where(kept, indices, -1), mask=lane < k)
-    _fill_absent(out, out_stride, SHORT, k, K_PADDED)
-
-
-@triton.jit
-def _sort_selected(selected_keys, count, out, out_stride, k, K_PADDED: tl.constexpr):
-    """Best first, of the ``count`` entries that ``select_row`` left in scratch."""
-    lane = tl.arange(0, K_PADDED)
-    live = lane < count
-    keys = tl.load(selected_keys + lane, mask=live, other=ABSENT)
-    indices = tl.load(selected_keys + K_PADDED + lane, mask=live, other=0)
-    keys, indices = _best_first(keys, indices, live)
-    tl.store(out + lane.to(tl.int64) * out_stride, tl.where(live, indices, -1), mask=lane < k)
+    behind = tl.arange(0, K_PADDED)
+    tl.store(out + behind.to(tl.int64) * out_stride, -1, mask=(behind >= SHORT) & (behind < k))
 
 
 @triton.jit(do_not_specialize=["width", "k"])
@@ -228,13 +219,13 @@ def topk_rows(
     scratch += row * (2 * GROUPS + 2 * K_PADDED)
     out += row * out_row_stride
     length = tl.minimum(tl.maximum(tl.load(lengths + row), 0), width)
-    if BY_SCORE:
-        if length <= SHORT:
-            _sort_short(scores, length, out, out_stride, k, SHORT, K_PADDED, SKIP_NEG_INF)
-        else:
-            count = select_row(scores, length, scratch, out, out_stride, k, GROUPS, K_PADDED, SKIP_NEG_INF)
-            tl.debug_barrier()
-            _sort_selected(scratch + 2 * GROUPS, count, out, out_stride, k, K_PADDED)
+    if BY_SCORE and length <= SHORT:
+        _sort_short(scores, length, out, out_stride, k, SHORT, K_PADDED, SKIP_NEG_INF)
     else:
-        count = select_row(scores, length, scratch, out, out_stride, k, GROUPS, K_PADDED, SKIP_NEG_INF)
-        _fill_absent(out, out_stride, count, k, K_PADDED)
+        count = select_row(scores, length, scratch, k, GROUPS, K_PADDED, SKIP_NEG_INF)
+        keys, indices = load_selected(scratch, count, GROUPS, K_PADDED)
+        place = tl.arange(0, K_PADDED)
+        if BY_SCORE:
+            keys, indices = _best_first(keys, indices, place < count)
+            indices = tl.where(place < count, indices, -1)
+        tl.store(out + place.to(tl.int64) * out_stride, indices, mask=place < k)

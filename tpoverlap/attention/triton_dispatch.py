@@ -31,3 +31,18 @@ def on_device_of(tensor: torch.Tensor) -> AbstractContextManager[object]:
     if tensor.is_cuda and tensor.device.index != torch.cuda.current_device():
         return torch.cuda.device(tensor.device)
     return contextlib.nullcontext()
+
+
+@functools.cache
+def _capability(device_index: int) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device_index)
+
+
+def capability_of(tensor: torch.Tensor) -> tuple[int, int]:
+    """Compute capability of a CUDA tensor's device."""
+    return _capability(tensor.get_device())
+
+
+def dependent_launch(tensor: torch.Tensor) -> bool:
+    """Whether the tensor's GPU has programmatic dependent launch (compute capability 9.0 and up)."""
+    return tensor.is_cuda and capability_of(tensor) >= (9, 0)

@@ -1,0 +1,61 @@
+"""The launch of the scoring kernel: its grid follows from tensor shapes alone."""
+
+from __future__ import annotations
+
+import torch
+
+from tpoverlap.attention.qsa.scoring_kernel import score_segments
+from tpoverlap.attention.triton_dispatch import capability_of, on_device_of
+
+TILE_KEYS = 64
+MAX_PROGRAMS = 2048
+RUN_WINDOW = 64
+"""Rows looked back at a time for the start of a request's run."""
+
+
+def score(
+    q: torch.Tensor,
+    key_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    token_to_req: torch.Tensor,
+    visible_blocks: torch.Tensor,
+    scale: float,
+    out: torch.Tensor,
+    max_segment: int,
+    skip_visible: int,
+) -> None:
+    rows, heads, _ = q.shape
+    columns = out.shape[1]
+    tiles = -(-columns // TILE_KEYS)
+    # One program in max_segment starts a segment, the others return.
+    parts = max(1, min(tiles, -(-MAX_PROGRAMS * max_segment // rows), 65535))
+    e4m3 = key_cache.dtype == torch.float8_e4m3fn
+    with on_device_of(q):
+        score_segments[(rows, parts)](
+            q,
+            q.stride(0),
+            q.stride(1),
+            key_cache.view(torch.uint8) if e4m3 else key_cache,
+            key_cache.stride(0),
+            key_cache.stride(1),
+            key_cache.shape[0],
+            block_table,
+            *block_table.stride(),
+            token_to_req,
+            visible_blocks,
+            out,
+            out.stride(0),
+            rows,
+            columns,
+            skip_visible,
+            scale,
+            HEADS=heads,
+            LANES=max(16, 1 << (heads - 1).bit_length()),
+            SEGMENT=max_segment,
+            STORAGE_BLOCK=key_cache.shape[1],
+            E4M3=e4m3,
+            DIMS=16 if q.is_cuda and capability_of(q) < (8, 0) else 128,
+            WINDOW=RUN_WINDOW,
+            STAGES=3,
+            num_warps=2,
+        )

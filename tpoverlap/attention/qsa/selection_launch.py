@@ -1,0 +1,46 @@
+"""The launch of the selection kernel."""
+
+from __future__ import annotations
+
+import torch
+
+from tpoverlap.attention.qsa.selection_kernel import select_positions
+from tpoverlap.attention.topk import select_plan
+from tpoverlap.attention.triton_dispatch import on_device_of
+
+
+def select(
+    scores: torch.Tensor,
+    token_to_req: torch.Tensor,
+    logical_positions: torch.Tensor,
+    seq_lens: torch.Tensor,
+    visible_blocks: torch.Tensor,
+    compress_ratio: int,
+    top_k: int,
+    out: torch.Tensor,
+) -> None:
+    if not seq_lens.numel():
+        out.fill_(-1)
+        return
+    rows, columns = scores.shape
+    plan = select_plan(top_k)
+    scratch = torch.empty(rows, plan.scratch_ints, dtype=torch.int32, device=scores.device)
+    with on_device_of(scores):
+        select_positions[(rows,)](
+            scores,
+            scores.stride(0),
+            token_to_req,
+            logical_positions,
+            seq_lens,
+            visible_blocks,
+            columns,
+            top_k,
+            compress_ratio,
+            scratch,
+            out,
+            *out.stride(),
+            GROUPS=plan.groups,
+            K_PADDED=plan.k_padded,
+            RATIO_PADDED=1 << (compress_ratio - 1).bit_length(),
+            num_warps=plan.num_warps,
+        )
