@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 
@@ -44,37 +45,65 @@ def paged_prefill(
     out: torch.Tensor,
     lse: torch.Tensor | None,
 ) -> None:
+    tokens = int(cu_seqlens_q[-1])
+    if tokens and k_cache.shape[0]:
+        run = planned(
+            q[:tokens],
+            k_cache,
+            v_cache,
+            block_table,
+            cu_seqlens_q,
+            seq_lens,
+            scale=scale,
+            sliding_window=sliding_window,
+            softcap=softcap,
+        )
+        result, row_lse = run()
+        out[:tokens] = result
+        if lse is not None:
+            # Its log-sum-exp is in base 2.
+            lse[:tokens] = row_lse * math.log(2.0)
+    clear_unseen_rows(out, lse, cu_seqlens_q, seq_lens)
+
+
+def planned(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    scale: float,
+    sliding_window: int | None,
+    softcap: float | None,
+) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
+    """Plan for these lengths; the callable runs the kernels on these tensors: output and log-sum-exp in base 2."""
     from flashinfer import BatchPrefillWithPagedKVCacheWrapper  # type: ignore[import-not-found]
 
     block_size, kv_heads, head_dim = k_cache.shape[1:]
     lengths = seq_lens.cpu()
     blocks = (lengths + block_size - 1) // block_size
     used = torch.arange(block_table.shape[1])[None] < blocks[:, None]
-    tokens = int(cu_seqlens_q[-1])
-    if tokens and int(blocks.sum()):
-        wrapper = BatchPrefillWithPagedKVCacheWrapper(_workspace(q.device), "NHD")
-        wrapper.plan(
-            cu_seqlens_q,
-            torch.nn.functional.pad(blocks.cumsum(0, dtype=torch.int32), (1, 0)).to(q.device),
-            block_table[used.to(q.device)],
-            (lengths - (blocks - 1) * block_size).to(torch.int32).to(q.device),
-            q.shape[1],
-            kv_heads,
-            head_dim,
-            block_size,
-            causal=True,
-            sm_scale=scale,
-            window_left=-1 if sliding_window is None else sliding_window - 1,
-            logits_soft_cap=softcap,
-            q_data_type=q.dtype,
-            kv_data_type=k_cache.dtype,
-        )
-        result, row_lse = wrapper.run(q[:tokens].contiguous(), (k_cache, v_cache), return_lse=True)
-        out[:tokens] = result
-        if lse is not None:
-            # Its log-sum-exp is in base 2.
-            lse[:tokens] = row_lse * math.log(2.0)
-    clear_unseen_rows(out, lse, cu_seqlens_q, seq_lens)
+    wrapper = BatchPrefillWithPagedKVCacheWrapper(_workspace(q.device), "NHD")
+    wrapper.plan(
+        cu_seqlens_q,
+        torch.nn.functional.pad(blocks.cumsum(0, dtype=torch.int32), (1, 0)).to(q.device),
+        block_table[used.to(q.device)],
+        (lengths - (blocks - 1) * block_size).to(torch.int32).to(q.device),
+        q.shape[1],
+        kv_heads,
+        head_dim,
+        block_size,
+        causal=True,
+        sm_scale=scale,
+        window_left=-1 if sliding_window is None else sliding_window - 1,
+        logits_soft_cap=softcap,
+        q_data_type=q.dtype,
+        kv_data_type=k_cache.dtype,
+    )
+    rows = q.contiguous()
+    return lambda: wrapper.run(rows, (k_cache, v_cache), return_lse=True)
 
 
 def paged_decode(

@@ -9,7 +9,7 @@ import torch
 
 from tpoverlap.attention.backend import PACKED_MATCHES_DECODE, PrefillRequest
 from tpoverlap.attention.triton.common import common_rejections, padded_dim, score_factors
-from tpoverlap.attention.triton.configs import decode_tiles
+from tpoverlap.attention.triton.configs import DecodeTiles, decode_tiles
 from tpoverlap.attention.triton.launch import FastLaunch
 from tpoverlap.attention.triton_dispatch import on_device_of
 
@@ -81,8 +81,12 @@ def decode_rows(
     merge_in_launch: bool,
     first_row: int,
     rows: int,
+    tiles: DecodeTiles | None = None,
 ) -> None:
-    """Rows first_row .. first_row + rows - 1 of q: one a request, or with ``cu_seqlens_q`` packed tokens."""
+    """Rows first_row .. first_row + rows - 1 of q: one a request, or with ``cu_seqlens_q`` packed tokens.
+
+    tiles: None: those of the device.
+    """
     if rows == 0:
         return
     requests, columns = block_table.shape
@@ -101,10 +105,11 @@ def decode_rows(
         softcap is None,
         lse is None,
         cu_seqlens_q is None,
+        tiles,
     )
     plan = _plans.get(key)
     if plan is None:
-        plan = _plans[key] = _Plan.make(q, k_cache, num_splits, sliding_window, softcap, lse, cu_seqlens_q)
+        plan = _plans[key] = _Plan.make(q, k_cache, num_splits, sliding_window, softcap, lse, cu_seqlens_q, tiles)
     with on_device_of(q):
         if merge_in_launch:
             buffers = _stream_buffers(q, rows * plan.floats_a_row, rows * k_cache.shape[2])
@@ -183,13 +188,15 @@ class _Plan:
         softcap: float | None,
         lse: torch.Tensor | None,
         cu_seqlens_q: torch.Tensor | None,
+        tiles: DecodeTiles | None,
     ) -> _Plan:
         from tpoverlap.attention.triton.decode_kernel import decode_kernel, merge_kernel
 
         _, q_heads, head_dim = q.shape
         _, block_size, kv_heads, _ = k_cache.shape
         group = q_heads // kv_heads
-        tiles = decode_tiles(torch.cuda.get_device_capability(q.device) if q.is_cuda else None, q.dtype, head_dim)
+        if tiles is None:
+            tiles = decode_tiles(torch.cuda.get_device_capability(q.device) if q.is_cuda else None, q.dtype, head_dim)
         constants: dict[str, Any] = {
             "KV_HEADS": kv_heads,
             "GROUP": group,

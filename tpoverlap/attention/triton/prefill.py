@@ -6,7 +6,7 @@ import torch
 
 from tpoverlap.attention.backend import PACKED_PREFILL, PrefillRequest
 from tpoverlap.attention.triton.common import common_rejections, padded_dim, score_factors
-from tpoverlap.attention.triton.configs import prefill_tiles
+from tpoverlap.attention.triton.configs import PrefillTiles, prefill_tiles
 from tpoverlap.attention.triton_dispatch import on_device_of
 
 name = "triton"
@@ -34,13 +34,45 @@ def paged_prefill(
     lse: torch.Tensor | None,
 ) -> None:
     """num_splits is of no effect: one program walks all keys of its rows, whose bits then depend on nothing else."""
+    tiles = prefill_tiles(torch.cuda.get_device_capability(q.device) if q.is_cuda else None, q.dtype, q.shape[2])
+    launch_prefill(
+        q,
+        k_cache,
+        v_cache,
+        block_table,
+        cu_seqlens_q,
+        seq_lens,
+        scale=scale,
+        sliding_window=sliding_window,
+        softcap=softcap,
+        out=out,
+        lse=lse,
+        tiles=tiles,
+    )
+
+
+def launch_prefill(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    scale: float,
+    sliding_window: int | None,
+    softcap: float | None,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    tiles: PrefillTiles,
+) -> None:
+    """The launch, with given tiles. Its grid follows from shapes alone: nothing is read back, a graph can hold it."""
     from tpoverlap.attention.triton.prefill_kernel import prefill_kernel
 
     tokens, q_heads, head_dim = q.shape
     num_blocks, block_size, kv_heads, _ = k_cache.shape
     requests, columns = block_table.shape
     group = q_heads // kv_heads
-    tiles = prefill_tiles(torch.cuda.get_device_capability(q.device) if q.is_cuda else None, q.dtype, head_dim)
     with on_device_of(q):
         prefill_kernel[(tokens * group // tiles.block_m + requests + 1, kv_heads)](
             q,

@@ -1,0 +1,286 @@
+"""Paged attention in Triton on one GPU: decode against the copy bandwidth, prefill against other kernels, host cost.
+
+Every arm's result is checked against the torch reference before any is timed, and arms are timed in turn. Decodes
+rotate through keys past the L2 cache; "of the copy" is the speed at which the keys and values were read over that of
+a large device copy (bytes read and written together) in the same turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from attention_peers import PEERS
+from attention_problems import Problem, Shape, graph_of
+from bench_common import Arm, Comparison, alternate, on_gpu, write_json
+
+from tpoverlap.attention import paged_decode, paged_prefill
+
+Table = dict[str, object]
+
+# (shape, num_splits); 0: the default. The keys of these exceed the L2 cache of an H200.
+DECODE = [
+    (Shape(requests, 1, keys, group * kv_heads, kv_heads, head_dim), splits)
+    for head_dim in (128, 256)
+    for group in (6, 8)
+    for kv_heads in (2, 8)
+    for requests, keys, splits in ((16, 8192, 0), (64, 2048, 0), (4, 32768, 0), (1, 131072, 64))
+]
+# Shapes of published figures: 16 heads of 128 on an H100, in us.
+PUBLISHED_US = {(1, 512): 6.9, (1, 8192): 57.0, (16, 2048): 191.0, (64, 2048): 741.0}
+PUBLISHED = [(Shape(requests, 1, keys, 16, 16, 128), 0) for requests, keys in PUBLISHED_US]
+PREFILL = [
+    Shape(1, n, keys, 12, 2, head_dim)
+    for head_dim in (128, 256)
+    for n, keys in ((2048, 2048), (8192, 8192), (32768, 32768), (2048, 34816), (2048, 155648))
+]
+# Slow to set up or to run: these peers meet only prompts this long.
+LONGEST = {"decode per row": 2048, "FlexAttention": 34816}
+COPY_BYTES = 1 << 30
+
+
+@dataclass
+class Run:
+    """What the parts of the benchmark share and fill."""
+
+    repetitions: int
+    peers: list[str]
+    short: bool
+    l2_bytes: int
+    tables: list[Table]
+    figures: dict[str, float | int | str]
+    notes: list[str]
+    bars: list[tuple[str, str, float]]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the record here")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the ratios here (needs matplotlib)")
+    parser.add_argument("--repetitions", type=int, default=20, help="turns of each arm (default 20)")
+    parser.add_argument("--parts", nargs="+", choices=tuple(PARTS), default=["decode", "prefill", "host"])
+    parser.add_argument("--peers", nargs="*", choices=tuple(PEERS), default=list(PEERS), help="compared with prefill")
+    parser.add_argument("--short", action="store_true", help="a few shapes of each part")
+    args = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("this benchmark measures a CUDA GPU, and there is none")
+    l2_bytes = torch.cuda.get_device_properties(0).L2_cache_size
+    run = Run(args.repetitions, args.peers, args.short, l2_bytes, [], {}, [], [])
+    for part in args.parts:
+        PARTS[part](run)
+    for table in run.tables:
+        print_table(table)
+    print("\n".join(run.notes))
+    if args.json:
+        write_json(args.json, what="attention", tables=run.tables, figures=run.figures, notes=run.notes)
+    if args.plot:
+        draw(run, args.plot)
+
+
+def measure_decode(run: Run) -> None:
+    rows: list[list[object]] = []
+    copy = copy_arm()
+    shapes = DECODE[:8] if run.short else DECODE
+    for shape, splits in shapes + PUBLISHED:
+        problem = Problem.random(shape, run.l2_bytes)
+        options = {"num_splits": splits} if splits else {}
+        calls = [
+            partial(paged_decode, *problem.decode(copy_index), out=torch.empty_like(problem.q), **options)
+            for copy_index in range(len(problem.tables))
+        ]
+        check = partial(check_decode, problem, options)
+        turns = max(1, 8 // len(calls))
+        arms = [
+            Arm("copy", lambda: None, partial(scaled, copy, shape.kv_bytes / (2 * COPY_BYTES))),
+            Arm("graph", check, on_many(graph_of(calls * turns), len(calls) * turns)),
+            Arm("eager", check, on_many(partial(run_all, calls * turns), len(calls) * turns)),
+        ]
+        result = alternate(arms, run.repetitions, label=f"decode {shape.name}")
+        of_copy = result.ratio("copy", "graph")
+        published = PUBLISHED_US.get((shape.requests, shape.keys)) if (shape, splits) in PUBLISHED else None
+        rows.append(
+            [
+                shape.name,
+                splits or 16,
+                result.time("graph").as_time(),
+                result.time("eager").as_time(),
+                round(shape.kv_bytes / result.time("graph").median / 1e9),
+                of_copy.as_ratio(),
+                published,
+            ]
+        )
+        run.figures[f"decode_{shape.key}_us"] = round(result.time("graph").median * 1e6, 2)
+        run.figures[f"decode_{shape.key}_of_copy"] = round(of_copy.median, 3)
+        run.bars.append(("decode, speed of the copy = 1", shape.name, of_copy.median))
+    run.tables.append(
+        {
+            "title": "Split-KV decode",
+            "columns": ["shape", "num_splits", "time (graph)", "time (eager)", "GB/s", "of the copy", "published us"],
+            "rows": rows,
+        }
+    )
+    run.notes.append(
+        "Decode: n x keys, query/KV heads of head_dim; FP16, blocks of 16. Published: a split-KV Triton decode with 16 "
+        "heads of 128 on an H100."
+    )
+
+
+def check_decode(problem: Problem, options: dict[str, int]) -> None:
+    problem.check(*paged_decode(*problem.decode(), return_lse=True, **options))
+
+
+def measure_prefill(run: Run) -> None:
+    rows: list[list[object]] = []
+    missing: set[str] = set()
+    for shape in PREFILL[1::3] if run.short else PREFILL:
+        problem = Problem.random(shape, run.l2_bytes)
+        ours = partial(paged_prefill, *problem.prefill(), backend="triton", out=torch.empty_like(problem.q))
+        arms = [Arm("Triton", partial(check_prefill, problem), on_gpu(ours))]
+        for name in run.peers:
+            if shape.keys > LONGEST.get(name, shape.keys):
+                continue
+            try:
+                call = PEERS[name](problem)
+                problem.check(call())
+            # A peer that is absent, or does not serve this shape in this torch, is left out and named.
+            except Exception as error:
+                missing.add(f"{name}: {(str(error) or type(error).__name__).splitlines()[0][:160]}")
+                continue
+            arms.append(Arm(name, partial(check_call, problem, call), on_gpu(call)))
+        result = alternate(arms, run.repetitions, label=f"prefill {shape.name}")
+        rows += prefill_rows(run, shape, result, [arm.name for arm in arms])
+    run.tables.append(
+        {
+            "title": "Packed prefill",
+            "columns": ["shape", "arm", "time", "TFLOPS", "time of Triton over it"],
+            "rows": rows,
+        }
+    )
+    run.notes.append(
+        "Prefill: FP16, one request, causal, bottom-right aligned; peers without paging get gathered keys."
+    )
+    run.notes += [f"Left out at some shapes: {reason}" for reason in sorted(missing)]
+
+
+def prefill_rows(run: Run, shape: Shape, result: Comparison, arms: list[str]) -> list[list[object]]:
+    rows: list[list[object]] = []
+    for arm in arms:
+        seconds, ratio = result.time(arm), result.ratio("Triton", arm)
+        tflops = round(shape.flops / seconds.median / 1e12, 1)
+        rows.append([shape.name, arm, seconds.as_time(), tflops, "1" if arm == "Triton" else ratio.as_ratio()])
+        if arm == "Triton":
+            run.figures[f"prefill_{shape.key}_ms"] = round(seconds.median * 1e3, 3)
+        else:
+            run.figures[f"prefill_{shape.key}_over_{arm.replace(' ', '_')}"] = round(ratio.median, 3)
+            run.bars.append((f"prefill, speed of {arm} = 1", shape.name, 1 / ratio.median))
+    fastest = min(arms, key=lambda arm: result.time(arm).median)
+    run.figures[f"prefill_{shape.key}_fastest"] = fastest
+    return rows
+
+
+def check_prefill(problem: Problem) -> None:
+    problem.check(*paged_prefill(*problem.prefill(), backend="triton", return_lse=True))
+
+
+def check_call(problem: Problem, call: Callable[[], torch.Tensor]) -> None:
+    problem.check(call())
+
+
+def measure_host(run: Run) -> None:
+    """Host time of one eager decode: the queue is never full, so that the GPU does not count."""
+    rows: list[list[object]] = []
+    for shape in (Shape(1, 1, 512, 16, 16, 128), Shape(1, 1, 512, 12, 2, 128), Shape(8, 1, 512, 12, 2, 256)):
+        problem = Problem.random(shape, 1)
+        arguments, out = problem.decode(), torch.empty_like(problem.q)
+        variants = {
+            "out given": partial(paged_decode, *arguments, out=out),
+            "out allocated": partial(paged_decode, *arguments),
+            "with log-sum-exp": partial(paged_decode, *arguments, return_lse=True),
+        }
+        arms = [Arm(name, partial(check_decode, problem, {}), host_turn(call)) for name, call in variants.items()]
+        result = alternate(arms, max(run.repetitions, 20), label=f"host cost {shape.name}")
+        for name in variants:
+            seconds = result.time(name)
+            rows.append([shape.name, name, seconds.as_time()])
+            run.figures[f"decode_host_{shape.key}_{name.replace(' ', '_')}_us"] = round(seconds.median * 1e6, 2)
+    run.tables.append({"title": "Host cost of an eager decode", "columns": ["shape", "call", "time"], "rows": rows})
+
+
+def host_turn(call: Callable[[], object], calls: int = 200) -> Callable[[], float]:
+    def turn() -> float:
+        torch.cuda.synchronize()
+        start_s = time.perf_counter()
+        for _ in range(calls):
+            call()
+        seconds = (time.perf_counter() - start_s) / calls
+        torch.cuda.synchronize()
+        return seconds
+
+    return turn
+
+
+def copy_arm() -> Callable[[], float]:
+    source = torch.randn(COPY_BYTES // 4, device="cuda")
+    target = torch.empty_like(source)
+    return on_gpu(partial(target.copy_, source))
+
+
+def scaled(turn: Callable[[], float], factor: float) -> float:
+    return turn() * factor
+
+
+def on_many(function: Callable[[], object], calls: int) -> Callable[[], float]:
+    """A turn that times ``function``, which makes ``calls`` calls, and returns the seconds of one."""
+    return partial(scaled, on_gpu(function), 1 / calls)
+
+
+def run_all(calls: list[Callable[[], object]]) -> None:
+    for call in calls:
+        call()
+
+
+def print_table(table: Table) -> None:
+    rows = [table["columns"], *table["rows"]]  # type: ignore[misc, has-type]
+    widths = [max(len(str(row[i])) for row in rows) for i in range(len(rows[0]))]
+    print(f"\n{table['title']}")
+    for row in rows:
+        print("  ".join(str(cell).ljust(width) for cell, width in zip(row, widths, strict=True)))
+
+
+def draw(run: Run, path: Path) -> None:
+    """One panel for each comparison, a bar for each shape."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    titles = list(dict.fromkeys(title for title, _, _ in run.bars))
+    heights = [1 + 0.3 * sum(bar[0] == title for bar in run.bars) for title in titles]
+    figure, panels = pyplot.subplots(
+        len(titles), 1, figsize=(9, sum(heights)), gridspec_kw={"height_ratios": heights}, squeeze=False
+    )
+    for title, axis in zip(titles, panels[:, 0], strict=True):
+        bars = [(shape, value) for at, shape, value in run.bars if at == title]
+        axis.barh([shape for shape, _ in bars], [value for _, value in bars])
+        axis.axvline(1.0, color="black", linewidth=0.8)
+        axis.invert_yaxis()
+        axis.set_title(title, fontsize=10)
+        axis.tick_params(labelsize=8)
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+
+
+PARTS: dict[str, Callable[[Run], None]] = {
+    "decode": measure_decode,
+    "prefill": measure_prefill,
+    "host": measure_host,
+}
+
+
+if __name__ == "__main__":
+    main()
