@@ -1,4 +1,7 @@
-"""Collectives of CUDA tensors through host memory: bits, layouts, graphs, streams. Two GPUs; each test spawns ranks."""
+"""Collectives of CUDA tensors through host memory: bits, layouts, graphs, streams.
+
+The tests spawn their own ranks, which share the GPUs there are; those that compare with NCCL need one GPU a rank.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,6 @@ from rank_harness import run_ranks
 from tpoverlap.comm import GroupCoordinator, Reason
 from tpoverlap.config import HostReduceConfig
 
-pytestmark = pytest.mark.multigpu
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 KIB, MIB = 1 << 10, 1 << 20
 
@@ -93,11 +95,19 @@ def _sizes(rank: int, nccl: bool) -> dict[str, int]:
     return served
 
 
+@pytest.mark.multigpu
 def test_two_ranks_give_the_bits_of_nccl() -> None:
     for served in run_ranks(_sizes, 2, True, timeout_s=110):
         assert set(served) == {"kernel", "copy_engine"}
 
 
+@pytest.mark.gpu
+def test_two_ranks_hold_the_sum() -> None:
+    for served in run_ranks(_sizes, 2, False, timeout_s=110):
+        assert set(served) == {"kernel", "copy_engine"}
+
+
+@pytest.mark.gpu
 def test_four_ranks_on_two_gpus_hold_the_sum_in_rank_order() -> None:
     for served in run_ranks(_sizes, 4, False, timeout_s=110):
         assert set(served) == {"kernel", "copy_engine"}
@@ -123,6 +133,7 @@ def _gather_and_scatter(rank: int) -> None:
     group.destroy()
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_all_gather_reduce_scatter_and_sum2(world_size: int) -> None:
     run_ranks(_gather_and_scatter, world_size, timeout_s=110)
@@ -156,6 +167,7 @@ def _streams(rank: int) -> None:
     group.destroy()
 
 
+@pytest.mark.gpu
 def test_streams_and_modes_mixed() -> None:
     run_ranks(_streams, 2, timeout_s=110)
 
@@ -183,6 +195,7 @@ def _soak(rank: int, calls: int) -> None:
     group.destroy()
 
 
+@pytest.mark.gpu
 def test_ten_thousand_calls_all_checked() -> None:
     run_ranks(_soak, 2, 10_000, timeout_s=110)
 
@@ -214,12 +227,14 @@ def _graphs(rank: int, sizes: list[int]) -> dict[str, int]:
     return served
 
 
+@pytest.mark.gpu
 def test_graphs_replay_with_changed_inputs() -> None:
     sizes = [2, 2 * KIB, 256 * KIB, MIB, 8_192_000, 20 * MIB]
     for served in run_ranks(_graphs, 2, sizes, timeout_s=110):
         assert set(served) == {"kernel", "captured_copy_engine", "copy_engine"}
 
 
+@pytest.mark.gpu
 def test_graphs_of_four_ranks_on_two_gpus() -> None:
     run_ranks(_graphs, 4, [2 * KIB, 3 * MIB], timeout_s=110)
 
@@ -241,5 +256,6 @@ def _reasons(rank: int) -> None:
     group.destroy()
 
 
+@pytest.mark.multigpu
 def test_reasons_and_the_last_provider() -> None:
     run_ranks(_reasons, 2)

@@ -23,7 +23,7 @@ from tpoverlap.errors import (
     TpOverlapError,
 )
 
-pytestmark = pytest.mark.multigpu
+pytestmark = pytest.mark.gpu
 SIZES = {"kernel": 1000, "copy_engine": 2_000_000}
 
 

@@ -114,6 +114,14 @@ class MailboxRegion:
         self._words = segment.channel.segment.words
         self._busy = layout.word(segment.rank, CAPTURED_BUSY) // 4
         self.busy_address = segment.device_address + 4 * self._busy
+        # The words that this rank's streams wait for or write.
+        self._own = [
+            self._index(writer, reader, piece)
+            for writer in range(segment.world_size)
+            for reader in range(segment.world_size)
+            for piece in range(MAX_PIECES)
+            if (writer == segment.rank) != (reader == segment.rank)
+        ]
         self._clock = StuckClock(self._signature)
         self.restore()
 
@@ -121,9 +129,8 @@ class MailboxRegion:
         return self._segment.device_address + self._segment.layout.mailbox(writer, reader, piece)
 
     def release(self) -> None:
-        for writer in range(self._segment.world_size):
-            for index in self._indices(writer):
-                self._words[index] = POISON
+        for index in self._own:
+            self._words[index] = POISON
 
     def waiting_s(self) -> float:
         return self._clock.waiting_s()
@@ -133,8 +140,10 @@ class MailboxRegion:
 
     def restore(self) -> None:
         self._words[self._busy] = 0
-        for index in self._indices(self._segment.rank):
-            self._words[index] = EMPTY
+        rank = self._segment.rank
+        for reader in range(self._segment.world_size):
+            for piece in range(MAX_PIECES):
+                self._words[self._index(rank, reader, piece)] = EMPTY
 
     def close(self) -> None:
         self._segment.close()
@@ -142,13 +151,7 @@ class MailboxRegion:
     def _signature(self) -> tuple[int, ...] | None:
         if not self._words[self._busy]:
             return None
-        writers = range(self._segment.world_size)
-        return tuple(self._words[index] for writer in writers for index in self._indices(writer))
+        return tuple(self._words[index] for index in self._own)
 
-    def _indices(self, writer: int) -> list[int]:
-        layout = self._segment.layout
-        return [
-            layout.mailbox(writer, reader, piece) // 4
-            for reader in range(self._segment.world_size)
-            for piece in range(MAX_PIECES)
-        ]
+    def _index(self, writer: int, reader: int, piece: int) -> int:
+        return self._segment.layout.mailbox(writer, reader, piece) // 4

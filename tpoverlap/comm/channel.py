@@ -18,12 +18,14 @@ from tpoverlap.comm.layout import DESCRIPTOR_TEXT_BYTES, NUM_DESCRIPTORS, Layout
 from tpoverlap.comm.region import CpuRegion, Region
 from tpoverlap.comm.rendezvous import StoreExchange, gather_hosts, open_segment
 from tpoverlap.comm.segment import SegmentKind
-from tpoverlap.comm.watcher import Watcher
+from tpoverlap.comm.watcher import TICK_S, Watcher
 from tpoverlap.comm.words import SharedWords
 from tpoverlap.errors import ChannelError, TpOverlapError
 
 # A device may still be reading what a peer published before it left.
 _LEFT_PATIENCE_S = 0.25
+# How often waits are released after a failure, and for how long at that pace.
+_RELEASE_PAUSE_S, _DRAIN_S = 0.0002, 30.0
 _open_channels: weakref.WeakSet[Channel] = weakref.WeakSet()
 
 
@@ -60,6 +62,7 @@ class Channel:
         self._delivered = False
         self._resetting = False
         self._resetting_lock = threading.RLock()
+        self._failed_since_s = 0.0
         self._destroyed = False
 
         hosts = gather_hosts(exchange, host)
@@ -199,6 +202,7 @@ class Channel:
             self._exchange.barrier(f"{key}/restored", self._check_peers_alive)
             self._generation += 1
             self._delivered = False
+            self._failed_since_s = 0.0
         finally:
             self._resetting = False
             self._busy.release()
@@ -228,7 +232,7 @@ class Channel:
             if not self._record.present and not self._resetting:
                 self._look_for_failure()
         if self._record.present:
-            self._release()
+            self._release_for(TICK_S)
 
     def on_watcher_error(self, error: BaseException) -> None:
         self.fail(FailureKind.ABORTED, self.rank, f"the watcher of rank {self.rank} failed: {error!r}")
@@ -257,6 +261,15 @@ class Channel:
             late = absent or behind or self._peers()
             what = "did not come" if absent else "did not get on"
             self.fail(FailureKind.TIMEOUT, late[0], f"ranks {late} {what} within {self.timeout_s:g} s")
+
+    def _release_for(self, seconds: float) -> None:
+        """Releases again and again: a device with thousands of operations in its queue undoes each release at once."""
+        now = time.monotonic()
+        self._failed_since_s = self._failed_since_s or now
+        self._release()
+        while now < self._failed_since_s + _DRAIN_S and time.monotonic() < now + seconds and not self._destroyed:
+            time.sleep(_RELEASE_PAUSE_S)
+            self._release()
 
     def _release(self) -> None:
         # A release that overlapped the restoration of a reset would let a stale wait pass, unmarked.
