@@ -122,11 +122,11 @@ def update_caches(
             frequency = dims % HALF
             axis = _rotary_axis(frequency, SECTION_0, SECTION_1)
             if first >= prefix:
-                places = rope_positions + (start + first - prefix) * rope_token_stride + axis * rope_axis_stride
-                rope_position = tl.load(places)
+                token_axes = rope_positions + (start + first - prefix) * rope_token_stride
+                rope_position = tl.load(token_axes + axis * rope_axis_stride)
             elif POSITIONS:
-                places = state_positions + ring * position_block_stride + (first % CAPACITY) * position_row_stride
-                rope_position = tl.load(places + axis)
+                kept_axes = state_positions + ring * position_block_stride + (first % CAPACITY) * position_row_stride
+                rope_position = tl.load(kept_axes + axis)
             else:
                 rope_position = tl.zeros([HEAD_PADDED], tl.int64) + first
             turned = dims < 2 * HALF
