@@ -118,13 +118,32 @@ class SelectPlan:
     """Compile-time sizes of the selection kernel for one k.
 
     groups: strided groups whose maxima bound the k-th score, and entries of the list of scores that reach the bound.
-    k_padded: power of two >= k. scratch_ints: int32 words of scratch a row. num_warps: warps a program.
+    k_padded: power of two >= k. tile: scores compacted at a time. unroll: groups' loads in flight. stages: tiles in
+    flight. num_warps: of a program.
     """
 
     groups: int
     k_padded: int
-    scratch_ints: int
+    tile: int
+    unroll: int
+    stages: int
     num_warps: int
+
+    @property
+    def scratch_ints(self) -> int:
+        """int32 words of scratch a row."""
+        return 2 * self.groups + 2 * self.k_padded
+
+    def constants(self) -> dict[str, int]:
+        """What the kernels' launches take by name."""
+        return {
+            "GROUPS": self.groups,
+            "K_PADDED": self.k_padded,
+            "TILE": self.tile,
+            "UNROLL": self.unroll,
+            "STAGES": self.stages,
+            "num_warps": self.num_warps,
+        }
 
 
 @functools.cache
@@ -132,7 +151,14 @@ def select_plan(k: int) -> SelectPlan:
     """Sizes for k: with 4k to 8k groups, random scores leave 1.07k to 1.15k entries that reach the bound."""
     k_padded = max(16, 1 << (k - 1).bit_length())
     groups = max(1024, 4 * k_padded if k_padded >= 2048 else 8 * k_padded)
-    return SelectPlan(groups, k_padded, 2 * groups + 2 * k_padded, 16 if groups >= 8192 else 8)
+    return SelectPlan(
+        groups=groups,
+        k_padded=k_padded,
+        tile=min(groups // 2, 4096),
+        unroll=4 if groups <= 8192 else 2,
+        stages=3,
+        num_warps=16 if groups >= 8192 else 8,
+    )
 
 
 def _launch(
@@ -154,10 +180,8 @@ def _launch(
             out.stride(0),
             out.stride(1),
             k,
-            GROUPS=plan.groups,
-            K_PADDED=plan.k_padded,
             SHORT=SHORT_ROW,
             BY_SCORE=by_score,
             SKIP_NEG_INF=skip_neg_inf,
-            num_warps=plan.num_warps,
+            **plan.constants(),
         )

@@ -62,6 +62,9 @@ def select_row(
     k,
     GROUPS: tl.constexpr,
     K_PADDED: tl.constexpr,
+    TILE: tl.constexpr,
+    UNROLL: tl.constexpr,
+    STAGES: tl.constexpr,
     SKIP_NEG_INF: tl.constexpr,
 ):
     """Write keys and indices of the k best of scores[:length], or of all of them, to scratch in ascending index order.
@@ -82,7 +85,7 @@ def select_row(
     if length > k:
         offsets = tl.arange(0, GROUPS)
         maxima = load_keys(scores, offsets, length)
-        for first in range(GROUPS, length, GROUPS):
+        for first in tl.range(GROUPS, length, GROUPS, loop_unroll_factor=UNROLL):
             maxima = tl.maximum(maxima, load_keys(scores, first + offsets, length))
         highest = tl.max(maxima).to(tl.int64)
         # Both bisections keep count(>= low) = num_low >= k and count(> high) = num_above < k.
@@ -106,8 +109,9 @@ def select_row(
         if length > GROUPS:
             bound = low.to(tl.int32)
             num_low = 0
-            for first in range(0, length, GROUPS):
-                at = first + offsets
+            lanes = tl.arange(0, TILE)
+            for first in tl.range(0, length, TILE, num_stages=STAGES):
+                at = first + lanes
                 live = at < length
                 score = tl.load(scores + at, mask=live, other=0.0)
                 hit = (live & (order_key(score) >= bound)).to(tl.int32)
@@ -211,6 +215,9 @@ def topk_rows(
     GROUPS: tl.constexpr,
     K_PADDED: tl.constexpr,
     SHORT: tl.constexpr,
+    TILE: tl.constexpr,
+    UNROLL: tl.constexpr,
+    STAGES: tl.constexpr,
     BY_SCORE: tl.constexpr,
     SKIP_NEG_INF: tl.constexpr,
 ):
@@ -222,7 +229,7 @@ def topk_rows(
     if BY_SCORE and length <= SHORT:
         _sort_short(scores, length, out, out_stride, k, SHORT, K_PADDED, SKIP_NEG_INF)
     else:
-        count = select_row(scores, length, scratch, k, GROUPS, K_PADDED, SKIP_NEG_INF)
+        count = select_row(scores, length, scratch, k, GROUPS, K_PADDED, TILE, UNROLL, STAGES, SKIP_NEG_INF)
         keys, indices = load_selected(scratch, count, GROUPS, K_PADDED)
         place = tl.arange(0, K_PADDED)
         if BY_SCORE:

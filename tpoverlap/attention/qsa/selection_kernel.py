@@ -26,6 +26,9 @@ def select_positions(
     out_stride,
     GROUPS: tl.constexpr,
     K_PADDED: tl.constexpr,
+    TILE: tl.constexpr,
+    UNROLL: tl.constexpr,
+    STAGES: tl.constexpr,
     RATIO_PADDED: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -39,7 +42,9 @@ def select_positions(
     blocks = place
     if scored > top_k:
         scratch += row * (2 * GROUPS + 2 * K_PADDED)
-        count = select_row(scores + row * score_stride, scored, scratch, top_k, GROUPS, K_PADDED, False)
+        count = select_row(
+            scores + row * score_stride, scored, scratch, top_k, GROUPS, K_PADDED, TILE, UNROLL, STAGES, False
+        )
         _, blocks = load_selected(scratch, count, GROUPS, K_PADDED)
 
     out += row * out_row_stride

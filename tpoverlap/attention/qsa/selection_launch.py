@@ -39,8 +39,6 @@ def select(
             scratch,
             out,
             *out.stride(),
-            GROUPS=plan.groups,
-            K_PADDED=plan.k_padded,
             RATIO_PADDED=1 << (compress_ratio - 1).bit_length(),
-            num_warps=plan.num_warps,
+            **plan.constants(),
         )
