@@ -54,18 +54,9 @@ def test_imports_run_downward(path: Path) -> None:
     assert not upward, f"{own} may import {sorted(allowed)}"
 
 
-def _needs_accelerator_library(path: Path) -> bool:
-    """Modules of device code import Triton or the driver at their top; they are themselves imported when needed."""
-    for node in ast.parse(path.read_text()).body:
-        names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
-        names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
-        if any(name.split(".")[0] in ("triton", "cuda") for name in names):
-            return True
-    return False
-
-
-def test_importing_creates_no_context_and_loads_no_accelerator_library() -> None:
-    names = [_module(p) for p in MODULES if not _needs_accelerator_library(p)]
+def test_importing_a_part_creates_no_context_and_loads_no_heavy_library() -> None:
+    # Modules of device code need Triton or the driver; the parts import them when they are first used.
+    names = [_module(p) for p in MODULES if p.name == "__init__.py" or p.parent.name == "tpoverlap"]
     code = (
         "import importlib, sys, threading\n"
         "import torch\n"

@@ -169,6 +169,9 @@ def _state(rank: int) -> None:
     assert positions.tolist() == list(range(10))
     with torch.no_grad():
         executor.run(forward, make_batch(10))
+    # A model that enters inference mode by itself.
+    model = RowwiseModel(group)
+    assert torch.equal(executor.run(torch.inference_mode()(model), make_batch(10)), model(make_batch(10)))
     assert seen[0][:4] == seen[1][:4] == (False, True, True, torch.bfloat16)
     assert seen[2][:3] == seen[3][:3] == (False, False, False)
     assert {s[4] for s in seen} == {"tpoverlap-piece-0", "tpoverlap-piece-1"}

@@ -21,6 +21,7 @@ from tpoverlap.model.nvfp4_checkpoint import (
     find_convention,
     read_quantization,
 )
+from tpoverlap.model.reference import load_reference
 from tpoverlap.model.runner import Runner
 from tpoverlap.model.tensor_source import SafetensorsSource
 from tpoverlap.quant import NVFP4Linear, nvfp4
@@ -227,3 +228,29 @@ def test_the_writer_of_these_checkpoints_keeps_the_other_parameters(tmp_path: Pa
     original = dict(make_model("qwen3", 32).named_parameters())
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter, original[name]) == (not name.endswith("_proj.weight")), name
+
+
+# Through the functions that every checkpoint is loaded by
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_load_decoder_takes_the_stored_weights(tmp_path: Path, family: str, library: Library) -> None:
+    model = save_nvfp4_model(tmp_path, library, family, 33)
+    with torch.no_grad():
+        expected = model(torch.tensor([PROMPT])).logits[0]
+        referred = load_reference(tmp_path, weights="nvfp4")(torch.tensor([PROMPT])).logits[0]
+    assert (referred - expected).abs().max() <= 1e-4 * expected.abs().max()
+    packed = checkpoint.load_decoder(tmp_path, weights="nvfp4")
+    assert sum(isinstance(module, NVFP4Linear) for module in packed.modules()) == 8
+    dense = checkpoint.load_decoder(tmp_path, weights="fp32")
+    assert not any(isinstance(module, NVFP4Linear) for module in dense.modules())
+    for decoder in (packed, dense):
+        assert (logits_of(decoder) - expected).abs().max() <= 2e-3 * expected.abs().max()
+
+
+def test_load_decoder_refuses_other_quantizations(tmp_path: Path) -> None:
+    save_model(tmp_path, "llama", 34)
+    edit_config(tmp_path, lambda config: config.update(quantization_config={"quant_method": "gptq", "bits": 4}))
+    with pytest.raises(UnsupportedError, match=r"'gptq'.*unquantized"):
+        checkpoint.load_decoder(tmp_path)

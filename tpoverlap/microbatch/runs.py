@@ -176,7 +176,7 @@ class SplitRun:
                 f"({name}): every piece must make the same collectives"
             )
         self._counts[k] += 1
-        pending = self._pending[k] = self._lane.submit(launch, self._state, lambda: self._stopped)
+        pending = self._pending[k] = self._lane.submit(launch, ThreadState.of_this_thread(), lambda: self._stopped)
         self._pass_turn(k)
         self._take_turn(k)
         waiting_s = time.perf_counter()

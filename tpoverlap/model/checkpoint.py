@@ -23,6 +23,7 @@ from tpoverlap.model.linears import (
     range_span,
     read_rows,
 )
+from tpoverlap.model.nvfp4_checkpoint import NVFP4CheckpointFactory, NVFP4Source
 from tpoverlap.model.sharding import INTERMEDIATE_MULTIPLE, shard_heads, shard_range
 from tpoverlap.model.tensor_source import TensorSource, open_source
 
@@ -43,8 +44,10 @@ def load_decoder(
     """Loads this rank's part of the model at ``path``, a Hugging Face folder (safetensors) or a GGUF file.
 
     weights: the dtype to load in, or ``"nvfp4"``: the linear layers of attention and MLP are quantized, embeddings,
-    norms and the output projection stay in the compute dtype (see :func:`compute_dtype`). group: the ranks that share
-    the model; None: this process has it all. config: that of the checkpoint, where the caller has read it already.
+    norms and the output projection stay in the compute dtype (see :func:`compute_dtype`). Of a checkpoint that stores
+    weights in NVFP4 (nvidia-modelopt, compressed-tensors), ``"nvfp4"`` takes them as they are and leaves the others
+    dense, and a dtype dequantizes them. group: the ranks that share the model; None: this process has it all.
+    config: that of the checkpoint, where the caller has read it already.
     progress: called with layers done and layers in all. No collective: ranks may load at their own pace.
 
     Errors: ConfigError for a path, a tensor or a value that does not fit; UnsupportedError as
@@ -62,7 +65,13 @@ def load_decoder(
     check_tensors(source, config, path)
     device = torch.device(device)
     dtype = compute_dtype(weights, device)
-    factory: LinearFactory = (NVFP4Factory if weights == "nvfp4" else DenseFactory)(source, dtype, device)
+    factory: LinearFactory
+    if weights != "nvfp4":
+        factory = DenseFactory(source, dtype, device)
+    elif isinstance(source, NVFP4Source):
+        factory = NVFP4CheckpointFactory(source, dtype, device)
+    else:
+        factory = NVFP4Factory(source, dtype, device)
     return _Loader(config, source, factory, group, dtype, device).decoder(progress or (lambda done, total: None))
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from tpoverlap.errors import ConfigError, UnsupportedError
+from tpoverlap.model.nvfp4_checkpoint import find_convention
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -96,8 +97,8 @@ def from_transformers(config: PretrainedConfig) -> DecoderConfig:
     """Translates a transformers configuration.
 
     Errors: UnsupportedError for another architecture than Llama, Qwen2 and Qwen3, and for what the decoder does not
-    compute: sliding-window layers, activations other than SiLU, quantized checkpoints, rotary scaling other than
-    ``default``, ``linear`` and ``llama3``, partial rotation, an odd head size.
+    compute: sliding-window layers, activations other than SiLU, quantization other than NVFP4, rotary scaling other
+    than ``default``, ``linear`` and ``llama3``, partial rotation, an odd head size.
     """
     check_architecture(config.model_type)
     name = SUPPORTED_ARCHITECTURES[config.model_type]
@@ -144,13 +145,8 @@ def _check_features(name: str, config: PretrainedConfig) -> None:
         )
     if config.hidden_act != "silu":
         raise UnsupportedError(f"{name} with hidden_act={config.hidden_act!r} is not supported: 'silu' is")
-    quantization = getattr(config, "quantization_config", None)
-    if quantization:
-        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
-        raise UnsupportedError(
-            f"a checkpoint quantized with {method!r} is not supported: give the unquantized one, "
-            "which can be quantized to NVFP4 at load"
-        )
+    if getattr(config, "quantization_config", None):
+        find_convention(config.quantization_config)
 
 
 def _rope_inv_freq(name: str, config: PretrainedConfig, head_dim: int) -> tuple[float, ...]:

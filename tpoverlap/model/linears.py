@@ -126,13 +126,7 @@ class NVFP4Factory:
             width = span.stop - span.start + span.padding
             stop = -(-span.stop // GROUP) * GROUP  # quantize_whole has padded the last group with zeros
             blocks.append(whole.slice_columns(span.start, stop).pad(whole.shape[0], width))
-        weight = nvfp4.NVFP4Tensor(
-            torch.cat([block.codes for block in blocks], dim=1),
-            torch.cat([block.scales.view(torch.uint8) for block in blocks], dim=1).view(torch.float8_e4m3fn),
-            whole.global_scale,
-            (whole.shape[0], sum(block.shape[1] for block in blocks)),
-        )
-        return NVFP4Linear(weight, dtype=self._dtype, workspace=self._workspace)
+        return NVFP4Linear(nvfp4.concat_columns(blocks), dtype=self._dtype, workspace=self._workspace)
 
 
 def quantize_whole(source: TensorSource, name: str, dtype: torch.dtype, device: torch.device) -> nvfp4.NVFP4Tensor:
