@@ -4,10 +4,14 @@
 groups that the process has: members with different numbers hang, and so does a name that was given up and comes again,
 because it finds the keys of its former life in the store. So groups get names of their own here, which never come
 again, and a coordinator returns its sound groups, where the next one of the same ranks takes them.
+
+A collective that gloo was left with half done cannot be cancelled; it ends by its timeout, and the end of its group
+would wait for it. So a spoilt group is kept until then.
 """
 
 from __future__ import annotations
 
+import time
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from datetime import timedelta
@@ -17,6 +21,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from tpoverlap.comm.rendezvous import StoreExchange
 
+_GRACE_S = 1.0
 _Key = tuple[str, tuple[int, ...], float]
 
 
@@ -24,6 +29,7 @@ class GroupPool:
     """Groups by backend, ranks and timeout. All members take groups of one key in the same order."""
 
     def __init__(self) -> None:
+        self._spoilt: list[tuple[float, dist.ProcessGroup]] = []
         self._begin_life(None)
 
     def _begin_life(self, world: dist.ProcessGroup | None) -> None:
@@ -40,6 +46,7 @@ class GroupPool:
         if self._world is not dist.group.WORLD:
             # The former default group is gone, and every group with it.
             self._begin_life(dist.group.WORLD)
+        self._end_spoilt()
         key = (backend, tuple(ranks), timeout_s)
         self._requests[key] += 1
         name = f"tpoverlap/{backend}/{'_'.join(map(str, ranks))}/{timeout_s:g}/{self._requests[key]}"
@@ -64,8 +71,12 @@ class GroupPool:
             self._free[key].append(group)
         elif key[0] == "gloo":
             # Its threads and connections would stay for good. Communicators of a device end with the default group.
-            group.abort()
             dist.destroy_process_group(group)
+            self._spoilt.append((time.monotonic() + key[2] + _GRACE_S, group))
+
+    def _end_spoilt(self) -> None:
+        now = time.monotonic()
+        self._spoilt = [(end, group) for end, group in self._spoilt if end > now]
 
     def _exchange(self, ranks: Sequence[int], timeout_s: float) -> StoreExchange:
         assert self._world is not None
