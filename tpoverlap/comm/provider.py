@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import StrEnum
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 
@@ -30,8 +29,7 @@ class Reason(StrEnum):
     CHANNEL_FAILED = "channel_failed"
 
 
-@dataclass(frozen=True)
-class Call:
+class Call(NamedTuple):
     """The facts that choose a provider: only such as all ranks share, so that all choose the same.
 
     operation: ``all_reduce``, ``all_gather``, ``reduce_scatter`` or ``broadcast``; num_bytes: of this rank's input.

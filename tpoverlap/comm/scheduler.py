@@ -36,14 +36,16 @@ class InlineScheduler:
         return launch()
 
 
-_INLINE = InlineScheduler()
-_current = threading.local()
+class _Current(threading.local):
+    scheduler: CollectiveScheduler = InlineScheduler()
+
+
+_current = _Current()
 
 
 def current_scheduler() -> CollectiveScheduler:
     """The calling thread's scheduler."""
-    scheduler: CollectiveScheduler = getattr(_current, "scheduler", _INLINE)
-    return scheduler
+    return _current.scheduler
 
 
 @contextmanager

@@ -47,39 +47,48 @@ class SharedWords:
         self._words = words
         self._address = address
         self._futex, self._membarrier = numbers
-        # c_void_p arguments keep the call free of conversions; CDLL releases the GIL around it.
+        # Arguments of a fixed C type, made once, keep a call free of conversions. CDLL releases the GIL around it.
         self._syscall = ctypes.CDLL(None, use_errno=True).syscall
         self._syscall.restype = ctypes.c_long
+        # A wake returns at once: whoever took the GIL meanwhile would hold the caller up for longer than the call.
+        self._wake_call = ctypes.PyDLL(None).syscall
+        self._wake_call.restype = ctypes.c_long
+        self._wake_arguments: dict[int, tuple[ctypes.c_long, ...]] = {}
         self._needs_fence = platform.machine() == "aarch64"
         if self._needs_fence and self._raw(self._membarrier, _MEMBARRIER_REGISTER_PRIVATE_EXPEDITED, 0, 0) != 0:
             raise ChannelError(f"the membarrier system call is refused ({errno.errorcode.get(ctypes.get_errno())})")
 
     def _raw(self, number: int, *args: int) -> int:
-        result: int = self._syscall(*(ctypes.c_long(value) for value in (number, *args)))
+        result: int = self._syscall(*_c_longs(number, *args))
         return result
 
     def _fence(self) -> None:
-        if self._needs_fence:
-            self._raw(self._membarrier, _MEMBARRIER_PRIVATE_EXPEDITED, 0, 0)
+        self._raw(self._membarrier, _MEMBARRIER_PRIVATE_EXPEDITED, 0, 0)
 
     def load(self, index: int) -> int:
         return self._words[index]
 
     def store(self, index: int, value: int) -> None:
         """Stores ``value`` after every earlier store of this thread, and wakes the word's waiters."""
-        self._fence()
+        if self._needs_fence:
+            self._fence()
         self._words[index] = value & MASK
         self.wake(index)
 
     def wake(self, index: int) -> None:
-        self._raw(self._futex, self._address + 4 * index, _FUTEX_WAKE, _ALL_WAITERS, 0, 0, 0)
+        arguments = self._wake_arguments.get(index)
+        if arguments is None:
+            arguments = _c_longs(self._futex, self._address + 4 * index, _FUTEX_WAKE, _ALL_WAITERS, 0, 0, 0)
+            self._wake_arguments[index] = arguments
+        self._wake_call(*arguments)
 
     def wait(self, index: int, target: int, slice_s: float) -> bool:
         """Waits until the word has come to ``target``, for about ``slice_s`` seconds; returns whether it has."""
         words = self._words
         for _ in range(_SPIN):
             if ((words[index] - target) & MASK) < _HALF:
-                self._fence()
+                if self._needs_fence:
+                    self._fence()
                 return True
         timeout = _Timespec(int(slice_s), int(slice_s % 1 * 1e9))
         value = words[index]
@@ -87,5 +96,10 @@ class SharedWords:
             # The kernel compares the word with `value` before it sleeps, so a store in between is never missed.
             self._raw(self._futex, self._address + 4 * index, _FUTEX_WAIT, value, ctypes.addressof(timeout), 0, 0)
             value = words[index]
-        self._fence()
+        if self._needs_fence:
+            self._fence()
         return reached(value, target)
+
+
+def _c_longs(*values: int) -> tuple[ctypes.c_long, ...]:
+    return tuple(ctypes.c_long(value) for value in values)
