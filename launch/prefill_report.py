@@ -94,10 +94,8 @@ def report(
     mine = [one for one in reports if one is not None]
     assert found is not None  # rank 0 has it
     emulated = options.emulate_link_gbps is not None and world.size > 1
-    title = (
-        f"{found.request.model.stem}: prefill of {len(found.request.prompt)} tokens, {options.weights} weights, "
-        f"{world.size} rank{'s' * (world.size > 1)}"
-    )
+    model, ranks = found.request.model.absolute().name, f"{world.size} rank{'s' * (world.size > 1)}"
+    title = f"{model}: prefill of {len(found.request.prompt)} tokens, {options.weights} weights, {ranks}"
     if emulated:
         title += f", emulated link of {options.emulate_link_gbps:g} GB/s"
     print(title)

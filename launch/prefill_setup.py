@@ -65,6 +65,7 @@ def read_request(options: Options, world: World, device: torch.device) -> Found:
     model = options.model or default_model()
     if model.suffix == ".gguf":
         require_packages("gguf")
+    _tell(f"reading {model}")
     config = load_config(model)
     tokenizer = load_tokenizer(model)
     return Found(Request(model, config, _encode(tokenizer, options, config)), tokenizer)
@@ -76,19 +77,19 @@ def _encode(tokenizer: PreTrainedTokenizerBase, options: Options, config: Decode
     if len(ids) < 2:
         raise ConfigError(f"{source} has {len(ids)} tokens: perplexity needs at least 2, give a longer text")
     if len(ids) < options.tokens:
-        _warn(f"{source} has {len(ids)} tokens, fewer than --tokens {options.tokens}: all of them are used")
+        _tell(f"{source} has {len(ids)} tokens, fewer than --tokens {options.tokens}: all of them are used")
     prompt = ids[: options.tokens]
     if max(prompt) >= config.vocab_size:
         raise ConfigError(f"the tokenizer gives id {max(prompt)}, the model has {config.vocab_size}: they do not match")
     if len(prompt) + options.generate > config.max_positions:
-        _warn(
+        _tell(
             f"{len(prompt)} + {options.generate} tokens are more than the {config.max_positions} positions that the "
             "model was made for"
         )
     return prompt
 
 
-def _warn(message: str) -> None:
+def _tell(message: str) -> None:
     print(f"prefill: {message}", file=sys.stderr, flush=True)
 
 

@@ -167,7 +167,7 @@ def line_of(done: Outcome) -> str:
     """The one line of an error."""
     assert done.status == 1
     assert done.out == ""
-    lines = [line for line in done.err.splitlines() if line.startswith("prefill: ")]
+    lines = [line for line in done.err.splitlines() if line.startswith("prefill: rank ")]
     assert len(lines) == 1, done.err
     assert "Traceback" not in done.err
     return lines[0]
