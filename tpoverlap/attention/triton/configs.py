@@ -34,8 +34,7 @@ class DecodeTiles:
     num_stages: int
 
 
-# generation -> {padded head_dim: tiles}; three stages are one step of keys in flight, as the table entry that a key's
-# address depends on is loaded a step earlier still.
+# generation -> {padded head_dim: tiles}; num_stages - 1 steps of keys are in flight.
 _PREFILL_HALF: dict[str, dict[int, PrefillTiles]] = {
     # No tensor instructions through Triton (3.x): FMA tiles that the register file holds.
     "volta_turing": {
@@ -47,7 +46,7 @@ _PREFILL_HALF: dict[str, dict[int, PrefillTiles]] = {
     "ampere": {
         64: PrefillTiles(128, 64, 8, 3),
         128: PrefillTiles(128, 32, 8, 3),
-        256: PrefillTiles(64, 32, 8, 3),
+        256: PrefillTiles(64, 32, 8, 2),
     },
     "hopper": {
         64: PrefillTiles(128, 128, 8, 3),
@@ -71,7 +70,7 @@ _DECODE_HALF: dict[str, dict[int, DecodeTiles]] = {
         128: DecodeTiles(32, 128, 4, 1),
         256: DecodeTiles(16, 128, 8, 1),
     },
-    "ampere": {64: DecodeTiles(64, 128, 4, 3), 128: DecodeTiles(64, 128, 4, 3), 256: DecodeTiles(32, 128, 4, 3)},
+    "ampere": {64: DecodeTiles(64, 128, 4, 3), 128: DecodeTiles(64, 128, 4, 2), 256: DecodeTiles(32, 128, 4, 2)},
     "hopper": {64: DecodeTiles(64, 128, 4, 3), 128: DecodeTiles(64, 128, 4, 3), 256: DecodeTiles(32, 128, 4, 3)},
     "blackwell": {64: DecodeTiles(64, 128, 4, 3), 128: DecodeTiles(64, 128, 4, 3), 256: DecodeTiles(32, 128, 4, 3)},
     "interpreter": {64: DecodeTiles(32, 64, 4, 1), 128: DecodeTiles(32, 64, 4, 1), 256: DecodeTiles(32, 64, 4, 1)},

@@ -1,0 +1,90 @@
+"""Machine code of the attention kernels for GPUs that are not here: it fits, spills little, and uses tensor cores."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+from tpoverlap.attention.triton.common import padded_dim
+from tpoverlap.attention.triton.configs import decode_tiles, prefill_tiles
+
+triton = pytest.importorskip("triton")
+
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.compiler import ASTSource  # noqa: E402
+
+from tpoverlap.attention.triton.decode_kernel import decode_kernel  # noqa: E402
+from tpoverlap.attention.triton.prefill_kernel import prefill_kernel  # noqa: E402
+
+TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+# Bytes of shared memory a program may have, and the tensor instruction; 8.6 has the least of what shares its tiles.
+GPUS = {(7, 5): (65_536, None), (8, 6): (101_376, "HMMA"), (9, 0): (232_448, "HGMMA"), (10, 0): (232_448, "UTCHMMA")}
+HEAD_DIMS = (64, 128, 256)
+# Bytes of stack a thread may spill to: what the widest tiles do around their loops.
+SPILLS = {64: 0, 128: 0, 256: 64}
+POINTERS = {"lse": "*fp32", "partial": "*fp32", "counters": "*i32", "multiplier": "fp32", "tanh_factor": "fp32"}
+POINTERS |= dict.fromkeys(("block_table", "cu_seqlens_q", "seq_lens"), "*i32")
+POINTERS |= dict.fromkeys(("q", "k_cache", "v_cache", "out"), "*fp16")
+UNIT_STRIDES = ("q_dim", "k_dim", "v_dim", "out_dim", "table_column")
+FAST = [("prefill", (9, 0), 128), ("decode", (8, 6), 128), ("prefill", (7, 5), 64)]
+ALL = [(kind, gpu, dim) for kind in ("prefill", "decode") for gpu in GPUS for dim in HEAD_DIMS]
+CASES = [pytest.param(*case, marks=[] if case in FAST else pytest.mark.gpu) for case in ALL]
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("kind", "capability", "head_dim"), CASES)
+def test_code_of_the_tiles(tmp_path, kind, capability, head_dim):
+    """Those that need no GPU but minutes of compilation are run with the GPU tests."""
+    constants = {"GROUP": 6, "HEAD_DIM": head_dim, "DIM": padded_dim(head_dim), "BLOCK_SIZE": 16}
+    constants |= {"WINDOW": False, "SOFTCAP": False, "STORE_LSE": False}
+    if kind == "prefill":
+        kernel, tiles = prefill_kernel, prefill_tiles(capability, torch.float16, head_dim)
+        constants |= {"BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n}
+    else:
+        kernel, tiles = decode_kernel, decode_tiles(capability, torch.float16, head_dim)
+        constants |= {"BLOCK_N": tiles.block_n, "PART_KEYS": tiles.part_keys, "NUM_SPLITS": 16, "KV_HEADS": 2}
+        constants |= {"GROUP_PAD": 16, "PREFILL_ROWS": False, "MERGE": True}
+    compiled = _compile(kernel, constants, capability, tiles.num_warps, tiles.num_stages)
+    cubin = tmp_path / "kernel.cubin"
+    cubin.write_bytes(compiled.asm["cubin"])
+    shared, instruction = GPUS[capability]
+    assert compiled.metadata.shared <= shared
+    usage = _tool("cuobjdump", "--dump-resource-usage", cubin)
+    assert int(re.findall(r"STACK:(\d+)", usage)[0]) <= SPILLS[head_dim]
+    code = _tool("nvdisasm", "-c", cubin)
+    if instruction is not None and kind == "decode":
+        # Its 16 rows are too few for the instructions of a whole group of warps.
+        instruction = "HMMA"
+    assert instruction is None or re.search(rf"\b{instruction}\b", code)
+    # Keys and values come in pieces of 16 bytes.
+    assert re.search(r"LDG(STS)?(\.\w+)*\.128", code)
+
+
+def _compile(kernel, constants, capability, num_warps, num_stages):
+    signature, values, attributes = {}, {}, {}
+    for i, parameter in enumerate(kernel.params):
+        name = parameter.name
+        if name in constants or name in UNIT_STRIDES:
+            signature[name], values[(i,)] = "constexpr", constants.get(name, 1)
+            continue
+        signature[name] = POINTERS.get(name, "i32")
+        if signature[name].startswith("*") or (signature[name] == "i32" and not parameter.do_not_specialize):
+            attributes[(i,)] = [["tt.divisibility", 16]]
+    target = GPUTarget("cuda", 10 * capability[0] + capability[1], 32)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a notice about the default of fusing multiply and add
+        return triton.compile(
+            ASTSource(kernel, signature, values, attributes),
+            target=target,
+            options={"num_warps": num_warps, "num_stages": num_stages},
+        )
+
+
+def _tool(name: str, *arguments: object) -> str:
+    command = [TOOLS / name, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
