@@ -372,6 +372,9 @@ DEVICE void load_global(u32& x, const int* from, bool wanted) {
 }
 DEVICE void keep_loads_above() {}
 DEVICE void barrier_all() { emulated::synchronize(0, 256, false, 0); }
+DEVICE void barrier_all_if(bool joins) {
+    if (joins) barrier_all();
+}
 DEVICE void barrier_pair() { emulated::synchronize(1 + thread_id() / 64, 64, false, thread_id() / 64 * 2); }
 DEVICE bool barrier_pair_any(bool mine) {
     return emulated::synchronize(1 + thread_id() / 64, 64, mine, thread_id() / 64 * 2);
@@ -404,4 +407,5 @@ DEVICE u32 lanes_where(bool x) {
     for (int i = 0; i < 32; i++) lanes |= static_cast<u32>(emulated::lane_value<bool>(values, i)) << i;
     return lanes;
 }
+DEVICE bool any_lane(bool x) { return lanes_where(x) != 0; }
 DEVICE int lowest_set_bit(u32 x) { return __builtin_ctz(x); }

@@ -82,8 +82,10 @@ def compare(got: tuple[torch.Tensor, torch.Tensor], want: tuple[torch.Tensor, to
     out, lse = got
     exact, exact_lse, half = want
     assert not out.isnan().any()
-    error, allowed = (out.float() - exact).abs().max().item(), (half.float() - exact).abs().max().item()
-    assert error <= 2 * allowed + 1e-5, f"error {error:.3g}, of torch in FP16 {allowed:.3g}"
+    error, reference = (out.float() - exact).abs().max().item(), (half.float() - exact).abs().max().item()
+    # With few elements the reference may be lucky: no result is closer than half a unit in the last place.
+    reference = max(reference, exact.abs().max().item() * 2**-11)
+    assert error <= 2 * reference + 1e-5, f"error {error:.3g}, of torch in FP16 {reference:.3g}"
     assert torch.equal(lse.isinf(), exact_lse.isinf())
     torch.testing.assert_close(lse, exact_lse, rtol=2e-6, atol=2e-5)
 

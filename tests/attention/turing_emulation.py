@@ -34,7 +34,7 @@ def library() -> ctypes.CDLL:
 
 
 def readable_ranges(case: Case) -> list[int]:
-    """Addresses that a correct kernel may load: keys and values that some request has, and the table entries for them."""
+    """Addresses that a correct kernel may load: keys and values of some request, and the table entries for them."""
     ranges: list[int] = []
     block_size = case.k_cache.shape[1]
     table = case.block_table

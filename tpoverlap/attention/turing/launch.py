@@ -95,7 +95,7 @@ def paged_prefill(
 
 
 def count_blocks(q: torch.Tensor, k_cache: torch.Tensor, requests: int) -> int:
-    """Row blocks of one KV head: exact for one request, else the most that ``requests`` with so many tokens can take."""
+    """Row blocks of one KV head: exact for one request, else the most that so many tokens can take."""
     rows = q.shape[0] * (q.shape[1] // k_cache.shape[2])
     return (rows + requests * (BLOCK_ROWS - 1)) // BLOCK_ROWS
 
@@ -124,8 +124,8 @@ def make_arguments(
         if not _addressable(cache, 16) or not all(0 <= stride * 2 < 2**32 for stride in cache.stride()[:2]):
             raise UnsupportedError(
                 f"backend 'turing' needs each token's head in {name} contiguous and 16-byte aligned, with blocks and "
-                f"tokens less than 4 GiB apart; got strides {cache.stride()} (elements) at address {cache.data_ptr():#x}. "
-                "Lay the cache out so, or choose another backend"
+                f"tokens less than 4 GiB apart; got strides {cache.stride()} (elements) at {cache.data_ptr():#x}. Lay "
+                "the cache out so, or choose another backend"
             )
     cu_seqlens_q, seq_lens = cu_seqlens_q.contiguous(), seq_lens.contiguous()
     if block_table.stride(-1) != 1:

@@ -11,14 +11,19 @@
 //   values   a pair of warps exchanges its weights P through shared memory, and each of the two accumulates 32 rows over
 //            one half of the dimensions: a V fragment serves two products.
 //
-// The warps of one scheduler must not all be in their softmax at once, or the tensor cores wait. Warps 0..3 lead: between
-// two barriers they run scores(i), then values(i - 1). Warps 4..7 trail: values(i - 1), then scores(i). Both need K(i)
-// and V(i - 1) there, and store K(i + 1) and V(i) for the next interval. A tile's keys are staged through registers in two
-// halves of 16, each fetched a quarter of a tile ahead of its store.
+// The warps of one scheduler must not be in their softmax at once, or the tensor cores wait. Time therefore runs in steps
+// of half a tile, with a barrier between them, and warps 4..7 are one step behind warps 0..3. A warp's steps are in turn
+//   first    S += Q K^T over dimensions 128..255 of tile x, softmax, O += P V over keys 0..15
+//   second   O += P V over keys 16..31 of tile x, S = Q K^T over dimensions 0..127 of tile x + 1
+// so that one warp's softmax falls into the other's products. K is stored in halves of its dimensions, V in halves of its
+// keys, each in a ring of four halves of 8 KiB. Half i of K is read in steps i - 1 (by the warps ahead) and i (by those
+// behind), half i of V in steps i and i + 1. Step t therefore stores half t + 2 of K and half t + 1 of V, over halves that
+// nobody has read since step t - 2. Each is fetched into registers a quarter of a tile before that.
 //
-// Softmax: weights are 2^(x - m) with x in log2 units. m lags the maximum: it moves only when a weight would exceed
-// 2^kMaxExponent, which FP16 can hold. A maximum for which it moves gets the weight 2^kRestExponent, without rounding: a
-// key that dwarfs all others gives its value exactly.
+// Softmax: weights are 2^(x - m) with x in log2 units, summed up before any maximum is known. Only where the sum of a
+// thread's 8 weights of a row shows that FP16 might not hold them (always in the first tile) are the maxima taken: m then
+// moves to where the row's maximum has the weight 2^kRestExponent, if it had more than 2^kMaxExponent. That weight is not
+// rounded: a key that dwarfs all others gives its value exactly.
 
 typedef unsigned int u32;
 typedef unsigned long long u64;
@@ -116,6 +121,11 @@ DEVICE void load_global(u32& x, const int* from, bool wanted) {
 DEVICE void keep_loads_above() { asm volatile("bar.arrive 15, 256;" ::: "memory"); }
 
 DEVICE void barrier_all() { __syncthreads(); }
+// Joined by some warps only, when the others are at barrier_all().
+DEVICE void barrier_all_if(bool joins) {
+    asm volatile("{ .reg .pred joins; setp.ne.u32 joins, %0, 0; @joins bar.sync 0; }" ::"r"(static_cast<u32>(joins))
+                 : "memory");
+}
 DEVICE void barrier_pair() { asm volatile("bar.sync %0, 64;" ::"r"(thread_id() / 64 + 1) : "memory"); }
 DEVICE bool barrier_pair_any(bool mine) {
     u32 any;
@@ -144,6 +154,7 @@ DEVICE float shuffle_xor(float x, int lanes) { return __shfl_xor_sync(0xffffffff
 DEVICE int shuffle_up(int x, int lanes) { return __shfl_up_sync(0xffffffffu, x, lanes); }
 DEVICE int shuffle(int x, int lane) { return __shfl_sync(0xffffffffu, x, lane); }
 DEVICE u32 lanes_where(bool x) { return __ballot_sync(0xffffffffu, x); }
+DEVICE bool any_lane(bool x) { return __any_sync(0xffffffffu, x); }
 DEVICE int lowest_set_bit(u32 x) { return __ffs(x) - 1; }
 #endif
 
@@ -154,14 +165,15 @@ constexpr int kRows = 128;
 constexpr int kKeys = 32;
 constexpr int kDim = 256;
 constexpr u32 kKeyBytes = kDim * 2;
-constexpr u32 kTileBytes = kKeys * kKeyBytes;
-constexpr u32 kHalfBytes = kTileBytes / 2;
-constexpr u32 kValues = 2 * kTileBytes;  // shared memory: K tiles 0 and 1, V tiles 0 and 1
-constexpr u32 kWarpBytes = kHalfBytes / 8;  // what a warp stores of half a tile: two keys
+constexpr u32 kHalfBytes = kKeys * kKeyBytes / 2;  // half a tile of K or V
+constexpr u32 kWarpBytes = kHalfBytes / 8;         // what one warp stores of it
+constexpr u32 kRingBytes = 4 * kHalfBytes;
+constexpr u32 kValues = kRingBytes;  // shared memory: the ring of K, the ring of V
 
 constexpr float kNoMaximum = -3e38f;
-constexpr float kRestExponent = 7.f;  // a maximum for which m has moved has weight 2^7
-constexpr float kMaxExponent = 15.f;  // m moves when a weight would exceed 2^15
+constexpr float kRestExponent = 7.f;
+constexpr float kMaxExponent = 12.f;
+constexpr float kMaxSum = 32768.f;  // 8 weights of 2^kMaxExponent
 
 // The 128 packed rows of this block: those from first to last (inclusive) of a request.
 struct RowBlock {
@@ -207,7 +219,6 @@ DEVICE bool find_rows(const Arguments& a, int index, RowBlock& rows) {
 extern "C" __global__ void __launch_bounds__(kThreads, 1) attend(const __grid_constant__ Arguments a) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int g = lane / 4, t = lane % 4;
-    const bool trails = warp >= 4;
 
     RowBlock rows;
     // Later rows see more keys: they go first.
@@ -219,7 +230,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) attend(const __grid_co
     int key = static_cast<int>(static_cast<i64>(tiles) * blockIdx.z / a.num_splits) * kKeys;
     const int end = static_cast<int>(static_cast<i64>(tiles) * (blockIdx.z + 1) / a.num_splits) * kKeys;
 
-    float o[2][16][4];
+    float o[2][16][4];  // half the dimensions of this warp's rows, and of the other warp's
 #pragma unroll
     for (int i = 0; i < 128; i++) o[i / 64][i / 4 % 16][i % 4] = 0.f;
     float m0 = kNoMaximum, m1 = kNoMaximum, l0 = 0.f, l1 = 0.f;  // of rows g and g + 8 of the warp's 16
@@ -243,57 +254,84 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) attend(const __grid_co
         const u32 hidden1 = min(limit - before - row1 / a.group, limit);
         const u32 table = min(rows.request, a.requests - 1) * static_cast<u32>(a.table_row);
 
+        // Staged keys past the last one repeat it: what P = 0 multiplies must be finite.
         uint4 staged[2] = {};
         u32 block = 0;
         const auto look_up = [&](int from) {
             load_global(block, a.block_table + (table + (min(from, last_key) >> a.block_shift)), from < end);
         };
-        // Two keys a warp, 16 bytes a lane. Keys past the last one repeat it: what P = 0 multiplies must be finite.
-        const auto fetch = [&](const char* cache, u32 block_stride, u32 token_stride, int from) {
-            const u32 id = thread_id();
-            const int mine = from + (id / 32) * 2;
-            const u32 slot = min(mine, last_key) & ((1u << a.block_shift) - 1);
+        const auto fetch = [&](const char* cache, u32 block_stride, u32 token_stride, int from, int distance, u32 byte) {
+            const u32 slot = min(from, last_key) & ((1u << a.block_shift) - 1);
             const char* address = cache + (static_cast<u64>(min(block, a.num_blocks - 1u)) * block_stride +
-                                           (static_cast<u64>(slot) * token_stride + id % 32 * 16));
+                                           (static_cast<u64>(slot) * token_stride + byte));
             load_global(staged[0], address, from < end);
-            load_global(staged[1], address + (mine < last_key ? token_stride : 0), from < end);
+            load_global(staged[1], address + (from + distance <= last_key ? distance * token_stride : 0), from < end);
         };
+        // Half `index` of K, dimensions 0..127 or 128..255 of a tile: half a warp loads one key's 256 bytes, a warp four keys.
         const char* k_head = a.k + blockIdx.y * a.k_head;
+        const auto look_up_k = [&](u32 index) { look_up(index / 2 * kKeys + thread_id() / 32 * 4); };
+        const auto fetch_k = [&](u32 index) {
+            const u32 id = thread_id();
+            const u32 from = index / 2 * kKeys + id / 32 * 4 + id / 16 % 2;
+            fetch(k_head, a.k_block, a.k_token, from, 2, id % 16 * 16 + index % 2 * (kKeyBytes / 2));
+        };
+        // Half `index` of V, 16 keys: a warp loads two.
         const char* v_head = a.v + blockIdx.y * a.v_head;
-        const auto fetch_k = [&](int from) { fetch(k_head, a.k_block, a.k_token, from); };
-        const auto fetch_v = [&](int from) { fetch(v_head, a.v_block, a.v_token, from); };
+        const auto look_up_v = [&](u32 index) { look_up(index * 16 + thread_id() / 32 * 2); };
+        const auto fetch_v = [&](u32 index) {
+            const u32 id = thread_id();
+            fetch(v_head, a.v_block, a.v_token, index * 16 + id / 32 * 2, 1, id % 32 * 16);
+        };
 
         // A key's 16-byte chunk c lies at chunk c ^ (key % 8): rows of a matrix then lie in different banks.
-        // One register holds where this thread stores keys (low half) and how many of them its rows do not see.
-        u32 store_at_hidden = warp * kWarpBytes + (lane ^ (warp * 2 & 7)) * 16 + (hidden0 << 16 | hidden1 << 24);
-        const auto store_at = [&]() { return store_at_hidden & 0xffff; };
-        u32 k_at = lane * kKeyBytes + (lane & 7) * 16;
-        u32 v_at = kValues + (lane & 7) * kKeyBytes + ((lane >> 3) ^ (lane & 7)) * 16 + (warp & 1) * (kKeyBytes / 2);
-        const auto commit = [&](u32 to) {
+        const u32 upper = lane / 16;
+        const u32 k_lane = upper * (kKeyBytes / 2) + ((lane % 16) ^ (warp % 2 * 4 + upper)) * 16;
+        const u32 v_lane = (lane ^ (warp * 2 & 7)) * 16;
+        const u32 lane_offsets = k_lane | v_lane << 16;
+        // Where this warp stores in the ring at step t: in half t + 2. Packed with the hidden keys.
+        u32 ring = 2 * kHalfBytes + warp * kWarpBytes + (hidden0 << 16 | hidden1 << 24);
+        const auto ring_at = [&](u32 ahead) { return (ring + ahead * kHalfBytes) & (kRingBytes - 1); };
+        const auto commit_k = [&]() {
+            const u32 to = ring_at(0) + (lane_offsets & 0xffff);
             store_shared(to, staged[0]);
-            store_shared((to ^ 16) + kKeyBytes, staged[1]);
+            store_shared((to + kKeyBytes) ^ 32, staged[1]);
         };
+        const auto commit_v = [&]() {
+            const u32 to = kValues + ring_at(3) + (lane_offsets >> 16);
+            store_shared(to, staged[0]);
+            store_shared((to + kKeyBytes) ^ 16, staged[1]);
+        };
+        const auto next_step = [&]() { ring = (ring + kHalfBytes) & ~kRingBytes; };
 
+        u32 k_at = lane * (kKeyBytes / 2) + (lane & 7) * 16;
+        u32 v_at = kValues + (lane & 7) * kKeyBytes + ((lane >> 3) ^ (lane & 7)) * 16 + (warp & 1) * (kKeyBytes / 2);
+
+        u32 b[2][4];  // fragments of K or V: those in use, and the next ones
         float s[4][4];
-        const auto scores = [&](int half) {
+        const auto load_k = [&](int half, int i) {
+            load_matrices(b[i % 2], (k_at ^ (i / 2 * 16)) + i % 2 * 128 + half * kHalfBytes);
+        };
+        // `between` runs halfway: what it does falls into the time of products whose fragments are loaded.
+        const auto scores = [&](int half, const auto& between) {
+            load_k(half, 0);
 #pragma unroll
-            for (int i = half * 16; i < half * 16 + 16; i++) {
-                const int chunk = i % 4 * 8 + i / 4;
-                u32 b[4];
-                load_matrices(b, (k_at ^ (chunk % 8 * 16)) + chunk / 8 * 128);
+            for (int i = 0; i < 16; i++) {
+                if (i < 15) load_k(half, i + 1);
+                if (i == 8) between();
+                const u32(&x)[2] = q[half * 16 + i % 2 * 8 + i / 2];
 #pragma unroll
                 for (int n = 0; n < 4; n++) {
-                    if (i == 0)
-                        multiply(s[n], q[chunk][0], q[chunk][1], b[n]);
+                    if (half + i == 0)
+                        multiply(s[n], x[0], x[1], b[i % 2][n]);
                     else
-                        multiply_add(s[n], q[chunk][0], q[chunk][1], b[n]);
+                        multiply_add(s[n], x[0], x[1], b[i % 2][n]);
                 }
             }
         };
         const auto mask = [&]() {
             // Both rows' visible keys, counted from this thread's first column.
             const int seen = limit - key - static_cast<int>(thread_id() % 4) * 2;
-            const int seen0 = seen - static_cast<int>(store_at_hidden >> 16 & 0xff), seen1 = seen - static_cast<int>(store_at_hidden >> 24);
+            const int seen0 = seen - static_cast<int>(ring >> 16 & 0xff), seen1 = seen - static_cast<int>(ring >> 24);
 #pragma unroll
             for (int i = 0; i < 8; i++) {
                 const int column = i / 2 * 8 + i % 2;
@@ -301,8 +339,19 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) attend(const __grid_co
                 if (column >= seen1) s[i / 2][2 + i % 2] = -infinity();
             }
         };
-        float rescale0 = 1.f, rescale1 = 1.f;  // of rows g and g + 8
-        u32 weights[4][2] = {};
+        float rescale0, rescale1;  // of rows g and g + 8
+        u32 weights[4][2];
+        const auto weigh = [&](float& sum0, float& sum1) {
+#pragma unroll
+            for (int n = 0; n < 4; n++) {
+                const float w0 = exp2_approximate(s[n][0] * a.scale - m0), w1 = exp2_approximate(s[n][1] * a.scale - m0);
+                const float w2 = exp2_approximate(s[n][2] * a.scale - m1), w3 = exp2_approximate(s[n][3] * a.scale - m1);
+                sum0 = n == 0 ? w0 + w1 : sum0 + (w0 + w1);
+                sum1 = n == 0 ? w2 + w3 : sum1 + (w2 + w3);
+                weights[n][0] = pack_half2(w0, w1);
+                weights[n][1] = pack_half2(w2, w3);
+            }
+        };
         const auto move_maximum = [&](float& m, float& l, float x) {
             x = fmaxf(x, shuffle_xor(x, 1));
             x = fmaxf(x, shuffle_xor(x, 2)) * a.scale;
@@ -313,134 +362,128 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) attend(const __grid_co
             return factor;
         };
         const auto softmax = [&]() {
-            const float x0 = fmaxf(fmaxf(fmaxf(s[0][0], s[0][1]), fmaxf(s[1][0], s[1][1])),
-                                   fmaxf(fmaxf(s[2][0], s[2][1]), fmaxf(s[3][0], s[3][1])));
-            const float x1 = fmaxf(fmaxf(fmaxf(s[0][2], s[0][3]), fmaxf(s[1][2], s[1][3])),
-                                   fmaxf(fmaxf(s[2][2], s[2][3]), fmaxf(s[3][2], s[3][3])));
-            rescale0 = move_maximum(m0, l0, x0);
-            rescale1 = move_maximum(m1, l1, x1);
-#pragma unroll
-            for (int n = 0; n < 4; n++) {
-                const float w0 = exp2_approximate(s[n][0] * a.scale - m0), w1 = exp2_approximate(s[n][1] * a.scale - m0);
-                const float w2 = exp2_approximate(s[n][2] * a.scale - m1), w3 = exp2_approximate(s[n][3] * a.scale - m1);
-                l0 += w0 + w1;
-                l1 += w2 + w3;
-                weights[n][0] = pack_half2(w0, w1);
-                weights[n][1] = pack_half2(w2, w3);
+            float sum0, sum1;
+            weigh(sum0, sum1);
+            rescale0 = rescale1 = 1.f;
+            if (any_lane(sum0 > kMaxSum || sum1 > kMaxSum)) {
+                const float x0 = fmaxf(fmaxf(fmaxf(s[0][0], s[0][1]), fmaxf(s[1][0], s[1][1])),
+                                       fmaxf(fmaxf(s[2][0], s[2][1]), fmaxf(s[3][0], s[3][1])));
+                const float x1 = fmaxf(fmaxf(fmaxf(s[0][2], s[0][3]), fmaxf(s[1][2], s[1][3])),
+                                       fmaxf(fmaxf(s[2][2], s[2][3]), fmaxf(s[3][2], s[3][3])));
+                rescale0 = move_maximum(m0, l0, x0);
+                rescale1 = move_maximum(m1, l1, x1);
+                weigh(sum0, sum1);
             }
+            l0 += sum0;
+            l1 += sum1;
         };
-        // A warp's weights lie in the V buffer that is free, where only this warp will store keys: in its part of the second
-        // half; the rescaling factors in its part of the first.
-        const auto exchange_at = [&]() {
-            const u32 id = thread_id();
-            return kValues + (~v_at & kTileBytes) + id / 64 * (2 * kWarpBytes) + id % 32 * 8;
-        };
+        // A warp's weights lie in the ring of V where it will store half t + 2 of V in the next step; its rescaling factors
+        // where it will store half t + 3 of K. The other warp's lie beside them.
+        const auto weights_at = [&]() { return kValues + ring_at(0) + thread_id() % 32 * 8; };
+        const auto factors_at = [&]() { return ring_at(1) + thread_id() % 32 * 8; };
         const auto publish = [&]() {
-            const u32 pair = exchange_at(), own = pair + (thread_id() & 32) * (kWarpBytes / 32);
 #pragma unroll
-            for (int n = 0; n < 4; n++)
-                store_shared(own + kHalfBytes + n * 256, uint2{weights[n][0], weights[n][1]});
-            // The sums are never negative: asking keeps the assembler from putting off their additions, and holding 16
-            // more registers until then.
-            if (barrier_pair_any(rescale0 != 1.f || rescale1 != 1.f || l0 < 0.f || l1 < 0.f)) {
-                store_shared(own, uint2{to_bits(rescale0), to_bits(rescale1)});
+            for (int n = 0; n < 4; n++) store_shared(weights_at() + n * 256, uint2{weights[n][0], weights[n][1]});
+            if (barrier_pair_any(rescale0 != 1.f || rescale1 != 1.f)) {
+                store_shared(factors_at(), uint2{to_bits(rescale0), to_bits(rescale1)});
                 barrier_pair();
-                const uint2 factors[2] = {load_shared(pair), load_shared(pair + kWarpBytes)};
-                barrier_pair();
+                const uint2 other = load_shared(factors_at() ^ kWarpBytes);
 #pragma unroll
-                for (int i = 0; i < 128; i++)
-                    o[i / 64][i / 4 % 16][i % 4] *= from_bits(i % 4 < 2 ? factors[i / 64].x : factors[i / 64].y);
-            }
-        };
-        const auto values = [&](int n) {
-            const u32 pair = exchange_at() + kHalfBytes + n * 256;
-            const uint2 w0 = load_shared(pair), w1 = load_shared(pair + kWarpBytes);
-#pragma unroll
-            for (int i = 0; i < 4; i++) {
-                u32 b[4];
-                load_matrices_transposed(b, (v_at ^ (i % 2 * 64)) + i / 2 * 128 + n * 8 * kKeyBytes);
-#pragma unroll
-                for (int j = 0; j < 4; j++) {
-                    multiply_add(o[0][i * 4 + j], w0.x, w0.y, b[j]);
-                    multiply_add(o[1][i * 4 + j], w1.x, w1.y, b[j]);
+                for (int i = 0; i < 64; i++) {
+                    o[0][i / 4][i % 4] *= i % 4 < 2 ? rescale0 : rescale1;
+                    o[1][i / 4][i % 4] *= from_bits(i % 4 < 2 ? other.x : other.y);
                 }
             }
         };
-
-        // Before the first interval: K(0) stored; V(0) stored by those who trail; V(-1), which those who lead multiply by
-        // weights of 0 in it, is 0.
-        look_up(key);
-        fetch_k(key);
-        commit(store_at());
-        look_up(key + 16);
-        fetch_k(key + 16);
-        commit(store_at() + kHalfBytes);
-        staged[0] = staged[1] = uint4{};
-        commit(store_at() + kValues + kTileBytes);
-        commit(store_at() + kValues + kTileBytes + kHalfBytes);
-        if (trails) {
-            look_up(key);
-            fetch_v(key);
-            commit(store_at() + kValues);
-            look_up(key + 16);
-            fetch_v(key + 16);
-            commit(store_at() + kValues + kHalfBytes);
-            barrier_all();
-        } else {
-            v_at += kTileBytes;
-        }
-        store_at_hidden += kTileBytes;
-        look_up(key + 32);
-        fetch_k(key + 32);
-        look_up(key + 48);
-        for (; key < end; key += kKeys) {
-            if (!trails) {
-                barrier_all();
-                publish();
+        uint2 others[2];  // weights of the other warp's rows for 8 keys each
+        const auto load_others = [&](int half) {
+            const u32 at = (weights_at() ^ kWarpBytes) + half * 512;
+            others[0] = load_shared(at);
+            others[1] = load_shared(at + 256);
+        };
+        const auto load_v = [&](int half, int i) {
+            load_matrices_transposed(
+                b[i % 2], (v_at ^ (i % 2 * 64)) + i / 2 % 2 * 128 + i / 4 * 8 * kKeyBytes + half * kHalfBytes);
+        };
+        const auto values = [&](int half, const auto& between) {  // after load_v(half, 0)
+#pragma unroll
+            for (int i = 0; i < 8; i++) {
+                if (i < 7) load_v(half, i + 1);
+                if (i == 4) between();
+                const u32(&x)[2] = weights[half * 2 + i / 4];
+                const uint2& y = others[i / 4];
+#pragma unroll
+                for (int n = 0; n < 4; n++) multiply_add(o[0][i % 4 * 4 + n], x[0], x[1], b[i % 2][n]);
+#pragma unroll
+                for (int n = 0; n < 4; n++) multiply_add(o[1][i % 4 * 4 + n], y.x, y.y, b[i % 2][n]);
             }
-            scores(0);
-            commit(store_at());
-            fetch_k(key + 48);
-            const int v_key = trails ? key + kKeys : key;
-            look_up(v_key);
-            keep_loads_above();
-            scores(1);
-            commit(store_at() + kHalfBytes);
-            fetch_v(v_key);
-            look_up(v_key + 16);
-            keep_loads_above();
+        };
+
+        // Before step 0, and what those behind would do in it: halves 0, 1, 2 of K and 0, 1 of V are stored. Those ahead
+        // store the last ones again in step 0.
+        const u32 behind = warp / 4;
+        u32 step = key / 16;
+        ring -= 2 * kHalfBytes;
+#pragma unroll
+        for (u32 i = 0; i < 3; i++) {
+            look_up_k(step + i);
+            fetch_k(step + i);
+            commit_k();
+            next_step();
+            if (i == 2) break;
+            look_up_v(step + i);
+            fetch_v(step + i);
+            commit_v();
+        }
+        step += behind;
+        ring = (ring + (behind + 3) * kHalfBytes) & ~kRingBytes;
+        look_up_k(step + 2);
+        fetch_k(step + 2);
+        look_up_v(step + 1);
+        barrier_all();
+        scores(0, [] {});
+        barrier_all_if(behind);
+        for (; key < end; key += kKeys) {
+            barrier_all();
+            scores(1, [&] {
+                commit_k();
+                fetch_v(step + 1);
+                look_up_k(step + 3);
+                keep_loads_above();
+            });
             if (key + kKeys + kRows > last_key) mask();
             softmax();
-            if (trails) {
-                barrier_all();
-                publish();
-            }
-            const u32 v_store = kValues + (trails ? store_at() : store_at() ^ kTileBytes);
-            values(0);
-            values(1);
-            commit(v_store);
-            fetch_v(v_key + 16);
-            look_up(key + 64);
-            keep_loads_above();
-            values(2);
-            values(3);
-            barrier_pair();  // the other warp has read this one's weights
-            commit(v_store + kHalfBytes);
-            fetch_k(key + 64);
-            look_up(key + 80);
-            keep_loads_above();
-            store_at_hidden ^= kTileBytes;
-            k_at ^= kTileBytes;
-            v_at ^= kTileBytes;
-        }
-        if (!trails) {
-            barrier_all();
             publish();
-            values(0);
-            values(1);
-            values(2);
-            values(3);
+            load_v(0, 0);
+            load_others(0);
+            values(0, [&] {
+                commit_v();
+                fetch_k(step + 3);
+                look_up_v(step + 2);
+                keep_loads_above();
+            });
+            load_others(1);
+            next_step();
+            barrier_all();
+            load_v(1, 0);
+            values(1, [&] {
+                commit_k();
+                fetch_v(step + 2);
+                look_up_k(step + 4);
+                keep_loads_above();
+            });
+            k_at ^= 2 * kHalfBytes;
+            v_at ^= 2 * kHalfBytes;
+            scores(0, [&] {
+                commit_v();
+                fetch_k(step + 4);
+                look_up_v(step + 3);
+                keep_loads_above();
+            });
+            next_step();
+            step += 2;
         }
+        barrier_all_if(!behind);
     }
 
     l0 += shuffle_xor(l0, 1);
@@ -450,21 +493,21 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) attend(const __grid_co
     barrier_all();
     RowBlock own_rows;  // Found again: keeping it from the prologue would cost registers in the loop.
     if (!find_rows(a, gridDim.x - 1 - blockIdx.x, own_rows)) return;
-    const u32 id = thread_id(), sums = id / 64 * 512 + id % 32 * 8;
-    store_shared(sums + (id & 32) * 8, uint2{to_bits(l0), to_bits(l1)});
+    const u32 id = thread_id(), side = id / 32 % 2, sums = id * 8;
+    store_shared(sums, uint2{to_bits(l0), to_bits(l1)});
     barrier_pair();
+    const uint2 other = load_shared(sums ^ 256);
 #pragma unroll
-    for (int half = 0; half < 4; half++) {  // rows g, g + 8 of the pair's first 16, then of its last 16
-        const int m = half / 2, e = half % 2 * 2;
-        const int row = own_rows.first + id / 64 * 32 + half * 8 + id % 32 / 4;
+    for (int i = 0; i < 4; i++) {  // rows g and g + 8 of this warp's 16, then of the other's
+        const int m = i / 2, e = i % 2 * 2;
+        const int row = own_rows.first + id / 64 * 32 + (side ^ m) * 16 + i % 2 * 8 + id % 32 / 4;
         if (row > own_rows.last) continue;
-        const uint2 both = load_shared(sums + m * 256);
-        const float sum = from_bits(e ? both.y : both.x);
+        const float sum = m ? from_bits(e ? other.y : other.x) : e ? l1 : l0;
         const float inverse = sum > 0.f ? 1.f / sum : 0.f;
         const i64 token = own_rows.first_token + row / a.group, head = blockIdx.y * a.group + row % a.group;
-        const bool own = m == static_cast<int>(id / 32 % 2) && id % 4 == 0;
+        const bool own = m == 0 && id % 4 == 0;
         const float lse = sum > 0.f ? (e ? m1 : m0) + log2f(sum) : -infinity();
-        const int column = id / 32 % 2 * 128 + id % 4 * 2;
+        const int column = side * 128 + id % 4 * 2;
         if (a.num_splits == 1) {
             u32* to = reinterpret_cast<u32*>(a.out + token * a.out_token + head * a.out_head + column * 2);
 #pragma unroll
