@@ -147,7 +147,7 @@ def test_batches_that_run_whole_say_why() -> None:
 
 def _state(rank: int) -> None:
     group = make_group()
-    executor = MicroBatchExecutor(group, OverlapConfig(min_tokens=1, cut_multiple=1))
+    executor = MicroBatchExecutor(group, OverlapConfig(min_tokens=1, num_pieces=2, cut_multiple=1))
     seen = []
 
     def forward(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:

@@ -13,18 +13,23 @@ import time
 import weakref
 from contextlib import nullcontext
 
+import torch
+
 from tpoverlap.comm import GroupCoordinator
 from tpoverlap.config import OverlapConfig
 from tpoverlap.errors import UnsupportedError
 from tpoverlap.microbatch.batch import Batch
-from tpoverlap.microbatch.comm_lane import CpuCommLane
-from tpoverlap.microbatch.runs import Forward, Output, PieceContext, SplitRun, WholeRun
+from tpoverlap.microbatch.cpu_lane import CpuCommLane
+from tpoverlap.microbatch.cuda_lane import CudaCommLane
+from tpoverlap.microbatch.lane import CommLane, Measurement
+from tpoverlap.microbatch.piece_counts import PieceCounts
+from tpoverlap.microbatch.runs import Forward, Output, PieceContext, PlainRun, Run, SplitRun, WholeRun
 from tpoverlap.microbatch.split import split_tokens
 from tpoverlap.microbatch.stats import RunStats
 from tpoverlap.microbatch.worker import Worker
 
-# Pieces of an "auto" run, until segment times are measured.
-_AUTO_PIECES = 2
+# Steps in which a few microseconds a collective would be felt: on a device they are not measured.
+_UNMEASURED = ("decode_only", "captured", "draft_tokens", "padded")
 
 
 class MicroBatchExecutor:
@@ -48,10 +53,21 @@ class MicroBatchExecutor:
         self._state_block = state_block
         self._balance_position = balance_position
         self._workers: list[Worker] = []
-        self._lane: CpuCommLane | None = None
+        self._lane: CommLane | None = None
+        self._counts = PieceCounts(group, self._config)
         self._running = threading.Lock()
-        self.stats = RunStats(num_tokens=0, piece_tokens=())
-        """Of the last run, also of one that failed."""
+        self._stats = RunStats(num_tokens=0, piece_tokens=())
+        self._unresolved: list[Measurement] = []
+
+    @property
+    def stats(self) -> RunStats:
+        """Of the last run, also of one that failed. On a device, asking waits until that run has ended there."""
+        if self._unresolved:
+            assert self._lane is not None
+            self._stats.intervals += [m.resolve(self._lane) for m in self._unresolved]
+            self._unresolved = []
+            self._stats.add_up()
+        return self._stats
 
     def run(self, forward: Forward, batch: Batch, *, piece_context: PieceContext | None = None) -> Output:
         """``forward(batch)``, in pieces where that is possible; the pieces' outputs joined along tokens.
@@ -70,12 +86,13 @@ class MicroBatchExecutor:
         try:
             self._recover()
             pieces, reason = self._pieces(batch)
-            self.stats = stats = RunStats(
+            self._stats = stats = RunStats(
                 num_tokens=batch.num_tokens,
                 piece_tokens=tuple(p.num_tokens for p in pieces),
                 bypass_reason=reason,
             )
-            run = WholeRun(stats) if reason else self._split_run(len(pieces), stats)
+            self._unresolved = []
+            run = self._run_for(pieces, reason)
             started_s = time.perf_counter()
             try:
                 output = run.execute(forward, pieces, piece_context or (lambda piece: nullcontext()))
@@ -83,6 +100,7 @@ class MicroBatchExecutor:
                     # A device's collectives end after the call that issued them. On CPU each has raised by itself,
                     # and a failure that is seen only now belongs to the next run, which a peer has begun already.
                     self._group.check()
+                self._counts.ran(batch.num_tokens, len(pieces))
                 return output
             except BaseException as e:
                 # Peers may already wait for this rank's next collective, and a piece of this rank for theirs.
@@ -91,7 +109,7 @@ class MicroBatchExecutor:
                 raise
             finally:
                 stats.wall_s = time.perf_counter() - started_s
-                stats.add_up()
+                self._unresolved = run.measurements
         finally:
             self._running.release()
 
@@ -110,11 +128,12 @@ class MicroBatchExecutor:
         if not self._group.failure_delivered:
             self._group.check()
         self._group.reset()
+        self._counts.forget_unmeasured()
 
     def _pieces(self, batch: Batch) -> tuple[list[Batch], str | None]:
         reason = self._bypass_reason(batch)
         if reason is None:
-            count = _AUTO_PIECES if self._config.num_pieces == "auto" else self._config.num_pieces
+            count = self._counts.choose(batch.num_tokens, lambda: self.stats)
             cut = split_tokens(
                 batch.query_start_loc,
                 batch.seq_lens,
@@ -141,20 +160,23 @@ class MicroBatchExecutor:
             return "draft_tokens"
         if batch.num_padding_tokens:
             return "padded"
+        if self._group.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return "captured"
         if all(b - a <= 1 for a, b in itertools.pairwise(starts)):
             return "decode_only"
         return None
 
-    def _split_run(self, num_pieces: int, stats: RunStats) -> SplitRun:
-        if self._group.device.type != "cpu":
-            raise UnsupportedError(
-                f"overlap on {self._group.device.type} devices is not supported yet: set OverlapConfig(min_tokens=0)"
-            )
+    def _run_for(self, pieces: list[Batch], reason: str | None) -> Run:
+        on_device = self._group.device.type == "cuda"
+        if reason in _UNMEASURED and on_device:
+            return PlainRun()
         if self._lane is None:
-            self._lane = CpuCommLane("tpoverlap-comm")
+            self._lane = CudaCommLane(self._group.device) if on_device else CpuCommLane("tpoverlap-comm")
             weakref.finalize(self, self._lane.close).atexit = False
-        while len(self._workers) < num_pieces:
+        if reason is not None:
+            return WholeRun(self._lane)
+        while len(self._workers) < len(pieces):
             worker = Worker(f"tpoverlap-piece-{len(self._workers)}")
             weakref.finalize(self, worker.close).atexit = False
             self._workers.append(worker)
-        return SplitRun(self._workers[:num_pieces], self._lane, stats)
+        return SplitRun(self._workers[: len(pieces)], self._lane)

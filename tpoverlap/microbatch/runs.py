@@ -14,8 +14,8 @@ import torch
 from tpoverlap.comm import use_scheduler
 from tpoverlap.errors import PieceMismatchError, UnsupportedError
 from tpoverlap.microbatch.batch import Batch
-from tpoverlap.microbatch.comm_lane import CpuCommLane, PendingCollective
-from tpoverlap.microbatch.stats import Interval, RunStats
+from tpoverlap.microbatch.lane import CommLane, Measurement, Stamp
+from tpoverlap.microbatch.stats import IntervalKind
 from tpoverlap.microbatch.thread_state import ThreadState
 from tpoverlap.microbatch.worker import Worker
 
@@ -26,7 +26,9 @@ PieceContext = Callable[[Batch], AbstractContextManager[Any]]
 
 
 class Run(Protocol):
-    """A way to run a batch."""
+    """A way to run a batch. measurements: what it has taken so far."""
+
+    measurements: list[Measurement]
 
     def execute(self, forward: Forward, pieces: list[Batch], piece_context: PieceContext) -> Output: ...
 
@@ -35,36 +37,51 @@ class Run(Protocol):
         ...
 
 
+class PlainRun:
+    """Runs the batch in the caller's thread and measures nothing: for steps that must cost no more than they do."""
+
+    def __init__(self) -> None:
+        self.measurements: list[Measurement] = []
+
+    def execute(self, forward: Forward, pieces: list[Batch], piece_context: PieceContext) -> Output:
+        with piece_context(pieces[0]):
+            return forward(pieces[0])
+
+    def settle(self) -> None:
+        pass
+
+
 class WholeRun:
     """Runs the batch in the caller's thread, each collective at once, and takes the times."""
 
-    def __init__(self, stats: RunStats) -> None:
-        self._stats = stats
-        self._segment_start_s = 0.0
+    def __init__(self, lane: CommLane) -> None:
+        self.measurements: list[Measurement] = []
+        self._lane = lane
+        self._segment_start: Stamp = None
         self._collectives = 0
 
     def execute(self, forward: Forward, pieces: list[Batch], piece_context: PieceContext) -> Output:
         with use_scheduler(self), piece_context(pieces[0]):
-            self._segment_start_s = time.perf_counter()
+            self._segment_start = self._lane.now()
             output = forward(pieces[0])
-            self._record("compute", "segment", self._segment_start_s, time.perf_counter())
+            self._record("compute", "segment", self._segment_start, self._lane.now())
         return output
 
     def run(self, name: str, inputs: Sequence[torch.Tensor], launch: Callable[[], T]) -> T:
-        start_s = time.perf_counter()
-        self._record("compute", "segment", self._segment_start_s, start_s)
+        start = self._lane.now()
+        self._record("compute", "segment", self._segment_start, start)
         result = launch()
-        end_s = self._segment_start_s = time.perf_counter()
-        self._record("communication", name, start_s, end_s, num_bytes(inputs))
-        self._record("exposed", name, start_s, end_s)
+        end = self._segment_start = self._lane.now()
+        self._record("communication", name, start, end, num_bytes(inputs))
+        self._record("exposed", name, start, end)
         self._collectives += 1
         return result
 
     def settle(self) -> None:
         pass
 
-    def _record(self, kind: Any, name: str, start_s: float, end_s: float, size: int = 0) -> None:
-        self._stats.intervals.append(Interval(kind, 0, name, start_s, end_s, size, self._collectives))
+    def _record(self, kind: IntervalKind, name: str, start: Stamp, end: Stamp, size: int = 0) -> None:
+        self.measurements.append(Measurement(kind, 0, name, start, end, size, self._collectives))
 
 
 class PieceStopped(BaseException):
@@ -79,17 +96,16 @@ class SplitRun:
     after segment j of piece k - 1, whose cache writes it may read.
     """
 
-    def __init__(self, workers: list[Worker], lane: CpuCommLane, stats: RunStats) -> None:
+    def __init__(self, workers: list[Worker], lane: CommLane) -> None:
+        self.measurements: list[Measurement] = []
         self._workers = workers
         self._lane = lane
-        self._stats = stats
         self._state = ThreadState.of_this_thread()
         # A piece's turn: its semaphore is released when the turn comes to it.
         self._turns = [threading.Semaphore(0) for _ in workers]
         self._finished = [False] * len(workers)
         self._counts = [0] * len(workers)
         self._outputs: list[Any] = [None] * len(workers)
-        self._pending: list[PendingCollective | None] = [None] * len(workers)
         self._idle = [threading.Event() for _ in workers]
         self._error: BaseException | None = None
         self._stopped = False
@@ -121,9 +137,7 @@ class SplitRun:
         self._stop(None)
         for idle in self._idle:
             idle.wait()
-        for pending in self._pending:
-            if pending is not None:
-                pending.wait()
+        self._lane.settle()
 
     def _run_piece(self, k: int, forward: Forward, scheduler: _PieceScheduler) -> None:
         try:
@@ -176,16 +190,16 @@ class SplitRun:
                 f"({name}): every piece must make the same collectives"
             )
         self._counts[k] += 1
-        pending = self._pending[k] = self._lane.submit(launch, ThreadState.of_this_thread(), lambda: self._stopped)
+        pending = self._lane.submit(launch, lambda: self._stopped)
         self._pass_turn(k)
         self._take_turn(k)
-        waiting_s = time.perf_counter()
+        waiting = self._lane.now()
         result: T = pending.result()
         if self._stopped:
             raise PieceStopped
-        resumed_s = time.perf_counter()
-        self.record("communication", k, name, pending.start_s, pending.end_s, num_bytes(inputs), index)
-        self.record("exposed", k, name, waiting_s, resumed_s, 0, index)
+        resumed = self._lane.now()
+        self.record("communication", k, name, pending.start, pending.end, num_bytes(inputs), index)
+        self.record("exposed", k, name, waiting, resumed, 0, index)
         return result
 
     def _check_counts(self, k: int) -> None:
@@ -198,8 +212,13 @@ class SplitRun:
                     "every piece must make the same collectives"
                 )
 
-    def record(self, kind: Any, k: int, name: str, start_s: float, end_s: float, size: int = 0, index: int = 0) -> None:
-        self._stats.intervals.append(Interval(kind, k, name, start_s, end_s, size, index))
+    def now(self) -> Stamp:
+        return self._lane.now()
+
+    def record(
+        self, kind: IntervalKind, k: int, name: str, start: Stamp, end: Stamp, size: int = 0, index: int = 0
+    ) -> None:
+        self.measurements.append(Measurement(kind, k, name, start, end, size, index))
 
 
 class _PieceScheduler:
@@ -211,7 +230,7 @@ class _PieceScheduler:
         self._piece = piece
         self._piece_context = piece_context
         self._context: AbstractContextManager[Any] | None = None
-        self._segment_start_s = 0.0
+        self._segment_start: Stamp = None
         self._segment = 0
 
     def run_forward(self, forward: Forward) -> Output:
@@ -234,14 +253,14 @@ class _PieceScheduler:
         context = self._piece_context(self._piece)
         context.__enter__()
         self._context = context
-        self._segment_start_s = time.perf_counter()
+        self._segment_start = self._run.now()
 
     def _suspend(self, error: BaseException | None = None) -> None:
         """Ends a segment. Does nothing when the piece fails between two segments, where no context is entered."""
         context, self._context = self._context, None
         if context is None:
             return
-        self._run.record("compute", self._k, "segment", self._segment_start_s, time.perf_counter(), index=self._segment)
+        self._run.record("compute", self._k, "segment", self._segment_start, self._run.now(), 0, self._segment)
         self._segment += 1
         context.__exit__(*((type(error), error, error.__traceback__) if error else (None, None, None)))
 

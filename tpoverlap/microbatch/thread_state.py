@@ -13,12 +13,13 @@ _AUTOCAST_DEVICES = ("cpu", "cuda")
 
 @dataclass(frozen=True)
 class ThreadState:
-    """Grad mode, inference mode and autocast of a thread; torch keeps them thread-local."""
+    """Grad mode, inference mode, autocast, CUDA device and stream of a thread; torch keeps them thread-local."""
 
     grad_enabled: bool
     inference_mode: bool
     autocast: tuple[tuple[str, bool, torch.dtype], ...]
     autocast_cache: bool
+    cuda_stream: torch.cuda.Stream | None
 
     @classmethod
     def of_this_thread(cls) -> ThreadState:
@@ -27,6 +28,7 @@ class ThreadState:
             torch.is_inference_mode_enabled(),
             tuple((d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in _AUTOCAST_DEVICES),
             torch.is_autocast_cache_enabled(),
+            torch.cuda.current_stream() if torch.cuda.is_initialized() else None,
         )
 
     @contextmanager
@@ -37,4 +39,6 @@ class ThreadState:
             for device, enabled, dtype in self.autocast:
                 if enabled:
                     stack.enter_context(torch.autocast(device, dtype, cache_enabled=self.autocast_cache))
+            if self.cuda_stream is not None:
+                stack.enter_context(torch.cuda.stream(self.cuda_stream))  # and its device
             yield

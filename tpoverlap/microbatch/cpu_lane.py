@@ -1,4 +1,4 @@
-"""Where collectives of CPU tensors run while the pieces compute: one thread, first come first served."""
+"""The lane of CPU tensors: one thread, first come first served."""
 
 from __future__ import annotations
 
@@ -11,39 +11,34 @@ from typing import Any
 from tpoverlap.microbatch.thread_state import ThreadState
 
 
-class PendingCollective:
-    """A collective that has been submitted. start_s, end_s: when it ran, on the host's monotonic clock."""
+class CpuPending:
+    """A collective in the thread's queue."""
 
-    def __init__(self, launch: Callable[[], Any], state: ThreadState, cancelled: Callable[[], bool]) -> None:
+    def __init__(self, launch: Callable[[], Any], cancelled: Callable[[], bool]) -> None:
         self._launch = launch
-        self._state = state
         self._cancelled = cancelled
+        self._state = ThreadState.of_this_thread()
         self._done = threading.Event()
         self._result: Any = None
         self._error: BaseException | None = None
-        self.start_s = self.end_s = 0.0
-
-    def wait(self) -> None:
-        """Until the collective has ended, in whatever way."""
-        self._done.wait()
+        self.start = self.end = 0.0
 
     def result(self) -> Any:
-        """Waits for the collective's end; its result, or the exception that it ended with."""
-        self.wait()
+        self._done.wait()
         if self._error is not None:
             raise self._error
         return self._result
 
     def run(self) -> None:
         """Called by the lane's thread."""
-        self.start_s = time.perf_counter()
+        self.start = time.perf_counter()
         try:
             if not self._cancelled():
                 with self._state.applied():
                     self._result = self._launch()
         except BaseException as e:
             self._error = e
-        self.end_s = time.perf_counter()
+        self.end = time.perf_counter()
         self._done.set()
 
 
@@ -51,22 +46,35 @@ class CpuCommLane:
     """The thread. It takes a communication stream's place: collectives run in the order of their submission."""
 
     def __init__(self, name: str) -> None:
-        self._queue: SimpleQueue[PendingCollective | None] = SimpleQueue()
+        self._queue: SimpleQueue[CpuPending | threading.Event | None] = SimpleQueue()
         self._thread = threading.Thread(target=_serve, args=(self._queue,), name=name, daemon=True)
         self._thread.start()
 
-    def submit(self, launch: Callable[[], Any], state: ThreadState, cancelled: Callable[[], bool]) -> PendingCollective:
-        """Queues ``launch``; it is left out if ``cancelled()`` by the time its turn comes."""
-        pending = PendingCollective(launch, state, cancelled)
+    def submit(self, launch: Callable[[], Any], cancelled: Callable[[], bool]) -> CpuPending:
+        pending = CpuPending(launch, cancelled)
         self._queue.put(pending)
         return pending
+
+    def now(self) -> float:
+        return time.perf_counter()
+
+    def seconds(self, stamp: float) -> float:
+        return stamp
+
+    def settle(self) -> None:
+        reached = threading.Event()
+        self._queue.put(reached)
+        reached.wait()
 
     def close(self) -> None:
         self._queue.put(None)
         self._thread.join()
 
 
-def _serve(queue: SimpleQueue[PendingCollective | None]) -> None:
-    while (pending := queue.get()) is not None:
-        pending.run()
-        del pending
+def _serve(queue: SimpleQueue[CpuPending | threading.Event | None]) -> None:
+    while (item := queue.get()) is not None:
+        if isinstance(item, threading.Event):
+            item.set()
+        else:
+            item.run()
+        del item  # what it refers to must not live on until the next one comes
