@@ -1,9 +1,10 @@
 # Two commands: `make prefill` runs the main job, `make test` the tests. Each sets up what it needs first.
+# `make bench` times all-reduces of CPU tensors and leaves a record and a plot in build/bench.
 #
 #   PYTHON=...   the interpreter (3.11 or newer) that .venv is made from
 #   VENV=0       install nothing and use PYTHON as it is
 #   RANKS=2      ranks of the main job        MODEL=PATH  a GGUF file or Hugging Face folder
-#   ARGS="..."   further arguments of launch/prefill.py, or of pytest
+#   ARGS="..."   further arguments of launch/prefill.py, of pytest, or of launch/bench_allreduce.py
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -43,6 +44,12 @@ prefill: $(demo_ready)
 
 test: $(dev_ready)
 	@$(python) -m pytest $(ARGS) || $(call fail,tests failed; the list stands above)
+
+bench: $(dev_ready)
+	@mkdir -p build/bench
+	@$(python) launch/bench_allreduce.py --gates --json build/bench/allreduce-cpu.json \
+	  --plot build/bench/allreduce-cpu.png $(ARGS) \
+	  || $(call fail,the benchmark failed or missed a goal; which one stands above)
 
 lint: $(dev_ready)
 	@$(python) -m ruff check . && $(python) -m ruff format --check . && $(python) -m mypy \

@@ -1,0 +1,195 @@
+"""All-reduce against its peers: time and achieved speed by payload, every result checked before it is timed.
+
+    python launch/bench_allreduce.py                      # starts 2, then 4, then 8 ranks itself
+    torchrun --standalone --nproc-per-node 2 launch/bench_allreduce.py
+
+All arms run in the same processes, in turn. A turn begins at a barrier with an input that has just been written; its
+time is that of one call (several back to back where the payload is small) on the slowest rank. On CPU tensors the
+peer is gloo; "copy + add" is what a rank's memory takes to copy the payload once and to add it once, with no waiting.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import sys
+import uuid
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from allreduce_contest import Contests, Measurement, slowest_rank
+from allreduce_cpu import CpuContests
+from allreduce_report import figures, missed, print_tables, size_name, tables, write_plot
+from bench_common import alternate, hardware, write_json
+from job_machine import require_packages, set_threads
+from job_world import JobError, World
+
+from tpoverlap.errors import TpOverlapError
+
+SIZES = "4KiB 16KiB 64KiB 256KiB 1MiB 4MiB 8MiB 16MiB 64MiB"
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+PLOT_FORMATS = (".png", ".svg", ".pdf")
+_SCALES = {"": 1, "B": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
+
+
+@dataclass(frozen=True)
+class Options:
+    """Fields are those of ``--help``. ranks: empty where torchrun has started them."""
+
+    sizes: tuple[int, ...]
+    ranks: tuple[int, ...]
+    dtype: str
+    repetitions: int
+    warmup: int
+    json: Path | None
+    plot: Path | None
+    gates: bool
+
+
+def main() -> int:
+    """Returns the exit status: 1 for an error, a wrong result or, with --gates, a goal that was not reached."""
+    options = parse_options()
+    kind = CpuContests
+    try:
+        if options.plot:
+            require_packages("matplotlib")
+        if options.ranks:
+            measurements = [one for ranks in options.ranks for one in start_ranks(ranks, options, kind)]
+        else:
+            measurements = measure(options, kind)
+        return report(options, kind, measurements) if measurements else 0
+    except (TpOverlapError, OSError) as error:
+        if not isinstance(error, JobError) or error.reporter == int(os.environ.get("RANK", "0")):
+            print(f"bench_allreduce: {error}", file=sys.stderr, flush=True)
+        return 1
+
+
+def start_ranks(ranks: int, options: Options, kind: type[Contests]) -> list[Measurement]:
+    """Runs :func:`measure` on that many ranks of this host, started as torchrun does. TpOverlapError if one fails."""
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=ranks,
+        run_id=str(uuid.uuid4()),
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=0,
+        start_method="spawn",
+    )
+    try:
+        found: list[Measurement] | str = elastic_launch(config, _measure_or_say_why)(options, kind)[0]
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        raise TpOverlapError(f"rank {rank} of {ranks} ended with exit code {failure.exitcode}") from None
+    if isinstance(found, str):
+        raise TpOverlapError(found)
+    return found
+
+
+def _measure_or_say_why(options: Options, kind: type[Contests]) -> list[Measurement] | str:
+    try:
+        return measure(options, kind)
+    except TpOverlapError as error:
+        return str(error)
+
+
+def measure(options: Options, kind: type[Contests]) -> list[Measurement]:
+    """This rank's part of the work. Returns what came of it on rank 0, and an empty list elsewhere."""
+    measurements = []
+    with ExitStack() as stack:
+        world = World.join()
+        stack.callback(world.leave)
+        set_threads(None, world)
+        contests = kind(world, DTYPES[options.dtype])
+        stack.callback(contests.close)
+        for num_bytes in options.sizes:
+            contest = contests.contest(num_bytes)
+            label = f"{world.size} ranks, {size_name(num_bytes)}"
+            mine = alternate(contest.arms, options.repetitions, options.warmup, label=label)
+            of_ranks = world.gather(mine)
+            if of_ranks is not None:
+                ratios, floors = tuple(contest.ratios), tuple(contest.floors)
+                measurements.append(Measurement(world.size, num_bytes, slowest_rank(of_ranks), ratios, floors))
+    return measurements
+
+
+def report(options: Options, kind: type[Contests], measurements: Sequence[Measurement]) -> int:
+    """Prints the tables, writes the files, names the goals that were missed; returns the exit status."""
+    found = tables(measurements)
+    print_tables(found)
+    notes = [
+        f"Payloads are {options.dtype}.",
+        *kind.notes,
+        f"Times are of one call on the slowest rank: median (10th to 90th percentile) of {options.repetitions} turns "
+        f"after {options.warmup} of warm-up, arms in turn. Ratios are taken turn by turn.",
+        "GB/s: payload of a rank over the median time.",
+    ]
+    if options.json:
+        write_json(options.json, what=kind.what, tables=found, figures=figures(measurements), notes=notes)
+        print(f"\nrecord: {options.json}")
+    if options.plot:
+        facts = hardware()
+        machine = ", ".join(facts["gpus"]) or f"{facts['cpu']} ({facts['cpus']} CPUs)"
+        write_plot(options.plot, measurements, f"All-reduce of {kind.subject}, {machine}")
+        print(f"plot: {options.plot}")
+    not_reached = missed(measurements)
+    for sentence in not_reached:
+        print(f"goal missed: {sentence}", file=sys.stderr)
+    return 1 if options.gates and not_reached else 0
+
+
+def parse_options(arguments: Sequence[str] | None = None) -> Options:
+    parser = argparse.ArgumentParser(
+        description="Time all-reduce of CPU tensors through the shared-memory channel against gloo."
+    )
+    add = parser.add_argument
+    add("--sizes", nargs="+", default=SIZES.split(), metavar="SIZE", help=f"payloads of a rank (default: {SIZES})")
+    add("--ranks", nargs="+", type=int, metavar="N", help="how many to start, one after the other (default: 2 4 8)")
+    add("--dtype", choices=tuple(DTYPES), default="float32", help="default: float32")
+    add("--repetitions", type=int, default=30, metavar="N", help="turns of each arm (default: 30)")
+    add("--warmup", type=int, default=5, metavar="N", help="turns before them that do not count (default: 5)")
+    add("--json", type=Path, metavar="FILE", help="write the record here")
+    add("--plot", type=Path, metavar="FILE", help=f"draw it here ({', '.join(PLOT_FORMATS)})")
+    add("--gates", action="store_true", help="exit with status 1 if a goal is missed")
+    given = parser.parse_args(arguments)
+    under_torchrun = "RANK" in os.environ
+    if given.ranks and under_torchrun:
+        parser.error("--ranks starts ranks, and torchrun has started them already: give one of both")
+    ranks = () if under_torchrun else tuple(given.ranks or (2, 4, 8))
+    if not all(2 <= n <= 8 for n in ranks):
+        parser.error(f"--ranks {' '.join(map(str, ranks))} is not supported: give numbers from 2 to 8")
+    if under_torchrun and not 2 <= int(os.environ["WORLD_SIZE"]) <= 8:
+        parser.error(f"{os.environ['WORLD_SIZE']} ranks are not supported: start 2 to 8")
+    if given.repetitions < 1 or given.warmup < 0:
+        parser.error("--repetitions must be at least 1, and --warmup at least 0")
+    for path in (given.json, given.plot):
+        if path is not None and not path.absolute().parent.is_dir():
+            parser.error(f"the folder {path.parent} of {path} does not exist: make it, or give another path")
+    if given.plot is not None and given.plot.suffix not in PLOT_FORMATS:
+        parser.error(f"--plot {given.plot} is not supported: give a name that ends with {', '.join(PLOT_FORMATS)}")
+    try:
+        sizes = tuple(parse_size(text, DTYPES[given.dtype].itemsize) for text in given.sizes)
+    except ValueError as error:
+        parser.error(str(error))
+    return Options(sizes, ranks, given.dtype, given.repetitions, given.warmup, given.json, given.plot, given.gates)
+
+
+def parse_size(text: str, multiple: int) -> int:
+    """ "64KiB" -> 65536. ValueError unless it is a positive multiple of ``multiple`` bytes."""
+    match = re.fullmatch(r"(\d+)\s*([A-Za-z]*)", text)
+    scale = _SCALES.get(match[2].upper()) if match else None
+    size = int(match[1]) * scale if match and scale else 0
+    if size < 1 or size % multiple:
+        raise ValueError(f"size {text!r} is not supported: give a multiple of {multiple} bytes, such as 4KiB or 1MiB")
+    return size
+
+
+if __name__ == "__main__":
+    sys.exit(main())
