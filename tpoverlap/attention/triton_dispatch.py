@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.util
-import os
 from contextlib import AbstractContextManager
 
 import torch
+
+from tpoverlap.attention.triton.common import interpreted
 
 
 @functools.cache
@@ -23,7 +24,7 @@ def triton_serves(tensor: torch.Tensor) -> bool:
     """
     if not _triton_installed():
         return False
-    return tensor.is_cuda or (tensor.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1")
+    return tensor.is_cuda or (tensor.device.type == "cpu" and interpreted())
 
 
 def on_device_of(tensor: torch.Tensor) -> AbstractContextManager[object]:
