@@ -14,6 +14,7 @@ import torch.distributed as dist
 from rank_harness import Ranks, run_ranks, say, start_ranks
 
 from tpoverlap.comm import GroupCoordinator
+from tpoverlap.comm.channel import Channel
 from tpoverlap.config import HostReduceConfig
 from tpoverlap.errors import (
     ChannelError,
@@ -252,21 +253,177 @@ def test_a_second_thread_is_refused_and_the_first_goes_on() -> None:
     run_ranks(_two_threads, 2)
 
 
-def _forked(rank: int) -> None:
+def _destroyed_inside_a_call(rank: int) -> None:
     group = _group()
-    pid = os.fork()
-    if pid == 0:
-        try:
+    if rank == 0:
+        errors: list[str] = []
+
+        def call() -> None:
+            try:
+                group.all_reduce(torch.ones(2))
+            except TpOverlapError as e:
+                errors.append(f"{type(e).__name__}: {e}")
+
+        thread = threading.Thread(target=call)
+        thread.start()
+        while not group._channel._busy.locked():  # type: ignore[union-attr]
+            time.sleep(0.001)
+        time.sleep(0.05)
+        group.destroy()
+        thread.join()
+        assert len(errors) == 1
+        assert "CollectiveAbortedError" in errors[0]
+        assert "rank 0 destroyed the group during its call" in errors[0]
+    else:
+        time.sleep(0.5)
+        with pytest.raises(CollectiveAbortedError, match="rank 0 destroyed the group"):
             group.all_reduce(torch.ones(2))
-        except ChannelError as e:
-            os._exit(0 if "fork" in str(e) else 1)
-        finally:
-            os._exit(2)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+        group.destroy()
+
+
+def test_destroy_ends_a_call_of_another_thread() -> None:
+    run_ranks(_destroyed_inside_a_call, 2)
+
+
+def _abort_beside_destroy(rank: int) -> None:
+    problems: list[BaseException] = []
+    for i in range(40):
+        group = _group()
+        channel = group._channel
+        assert channel is not None
+        stop = threading.Event()
+
+        def keep_aborting(channel: Channel = channel, stop: threading.Event = stop) -> None:
+            try:
+                while not stop.is_set():
+                    channel.abort("again")
+            except BaseException as e:
+                problems.append(e)
+
+        thread = threading.Thread(target=keep_aborting)
+        thread.start()
+        time.sleep(0.001 * (i % 4))
+        group.destroy()
+        stop.set()
+        thread.join()
+    assert not problems, problems[0]
+
+
+def test_abort_beside_destroy_does_no_harm() -> None:
+    run_ranks(_abort_beside_destroy, 2)
+
+
+def _late_backend(rank: int) -> None:
+    """Rank 1 enters the backend's collective only when the group was aborted, reset and used again."""
+    group = _group()
+    old_group = group.cpu_group
+    x = torch.full((3,), 1)
+    if rank == 0:
+        threading.Timer(0.3, group.abort, ("enough",)).start()
+    else:
+        group._torch._await_host = lambda work: None  # type: ignore[method-assign]
+        group._torch.finish = lambda operation, x, launch: _check_until_it_fails(group)  # type: ignore[method-assign]
+    with pytest.raises(CollectiveAbortedError, match="enough"):
+        group.all_reduce(x, out=x)
+    group.reset()
+    assert group.all_reduce(torch.ones(3)).tolist() == [2, 2, 2]
+    x.fill_(5)
+    if rank == 1:
+        old_group.allreduce([torch.full((3,), 70)]).wait()
+    group.barrier()
+    time.sleep(0.2)
+    assert x.tolist() == [5, 5, 5]
+    group.destroy()
+
+
+def _check_until_it_fails(group: GroupCoordinator) -> None:
+    while True:
+        group.check()
+        time.sleep(0.005)
+
+
+def test_a_backend_that_ends_late_does_not_write_into_the_callers_tensor() -> None:
+    run_ranks(_late_backend, 2)
+
+
+def _incomplete_reset(rank: int) -> None:
+    group = _group(1.0)
+    if rank == 0:
+        group.abort("planted")
+    with pytest.raises(CollectiveAbortedError):
+        group.all_reduce(torch.ones(2))
+    if rank == 0:
+        with pytest.raises(CollectiveTimeoutError, match=r"ranks \[1\] did not come"):
+            group.reset()
+        with pytest.raises(TpOverlapError, match="reset"):
+            group.all_reduce(torch.ones(2))
+        time.sleep(0.5)
+    else:
+        time.sleep(1.5)
+    group.reset()
     assert group.all_reduce(torch.ones(2)).tolist() == [2, 2]
     group.destroy()
-    with pytest.raises(ChannelError, match="destroyed"):
+
+
+def test_a_reset_that_a_rank_misses_is_a_timeout_and_can_be_repeated() -> None:
+    run_ranks(_incomplete_reset, 2)
+
+
+def _half_a_reset(rank: int) -> None:
+    """Rank 1 stops between the barriers of a reset, where rank 0 has cleared the failure already."""
+    group = _group(1.0)
+    channel = group._channel
+    assert channel is not None
+    group.abort("planted")
+    if rank == 1:
+        channel._restore_page, restore = (lambda: time.sleep(1.5)), channel._restore_page  # type: ignore[method-assign]
+        with contextlib.suppress(CollectiveTimeoutError):
+            group.reset()
+        channel._restore_page = restore  # type: ignore[method-assign]
+    else:
+        with pytest.raises(CollectiveTimeoutError, match=r"ranks \[1\] did not come"):
+            group.reset()
+    with pytest.raises(TpOverlapError, match="a reset failed"):
         group.all_reduce(torch.ones(2))
+    time.sleep(2.5 if rank == 0 else 0)  # alive while rank 1 waits for it
+    group.destroy()
+
+
+def test_no_call_begins_after_half_a_reset() -> None:
+    run_ranks(_half_a_reset, 2)
+
+
+def _forked(rank: int) -> None:
+    group = _group()
+    off = GroupCoordinator([0, 1], rank, "cpu", HostReduceConfig(max_bytes=0, copy_engine_max_bytes=0))
+    calls = [
+        lambda: group.all_reduce(torch.ones(2)),
+        lambda: group.all_reduce(torch.ones(2, dtype=torch.int64)),
+        lambda: group.send(torch.ones(2), 1 - rank),
+        lambda: group.recv((2,), torch.float32, 1 - rank),
+        lambda: off.all_reduce(torch.ones(2)),
+        group.reset,
+    ]
+    pid = os.fork()
+    if pid == 0:
+        refused = 0
+        try:
+            for call in calls:
+                try:
+                    call()
+                except ChannelError as e:
+                    refused += "fork" in str(e)
+            group.destroy()
+        finally:
+            os._exit(0 if refused == len(calls) else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert group.all_reduce(torch.ones(2)).tolist() == [2, 2]
+    assert off.all_reduce(torch.ones(2)).tolist() == [2, 2]
+    group.destroy()
+    for call in calls[:4]:
+        with pytest.raises(ChannelError, match="destroyed"):
+            call()
+    off.destroy()
 
 
 def test_a_fork_may_not_use_the_group_and_does_not_harm_it() -> None:

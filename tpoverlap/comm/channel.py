@@ -26,6 +26,8 @@ from tpoverlap.errors import ChannelError, TpOverlapError
 _LEFT_PATIENCE_S = 0.25
 # How often waits are released after a failure, and for how long at that pace.
 _RELEASE_PAUSE_S, _DRAIN_S = 0.0002, 30.0
+# How long a destroy waits for another thread's call to end.
+_DESTROY_PATIENCE_S = 2.0
 _open_channels: weakref.WeakSet[Channel] = weakref.WeakSet()
 
 
@@ -91,12 +93,8 @@ class Channel:
 
     # Calls
 
-    def begin(self, operation: str) -> int:
-        """Begins a call that ``operation`` describes ("name dtype bytes mode"); returns its number.
-
-        Raises the group's failure if it has one, and ChannelError when another thread, a forked child or a destroyed
-        group is at work. Follow it by :meth:`finish` in any case.
-        """
+    def require_member(self) -> None:
+        """Raises ChannelError in a forked child, and once the group is destroyed."""
         if self._destroyed:
             raise ChannelError(f"group {self.name!r} is destroyed: make a new one")
         if os.getpid() != self._pid:
@@ -104,6 +102,14 @@ class Channel:
                 f"group {self.name!r} belongs to process {self._pid}, not to its fork {os.getpid()}: "
                 "make the group after the fork"
             )
+
+    def begin(self, operation: str) -> int:
+        """Begins a call that ``operation`` describes ("name dtype bytes mode"); returns its number.
+
+        Raises the group's failure if it has one, and ChannelError when another thread, a forked child or a destroyed
+        group is at work. Follow it by :meth:`finish` in any case.
+        """
+        self.require_member()
         if not self._busy.acquire(blocking=False):
             raise ChannelError(
                 f"group {self.name!r} is used by two threads at once: one thread at a time may call collectives"
@@ -172,10 +178,11 @@ class Channel:
 
         raised: this rank's caller gets an exception anyway.
         """
-        if self._destroyed or os.getpid() != self._pid:
-            return
-        self._delivered = self._delivered or raised
-        self.fail(FailureKind.ABORTED, self.rank, f"rank {self.rank} aborted ({why})")
+        with self._resetting_lock:  # not while a destroy frees the segment
+            if self._destroyed or os.getpid() != self._pid:
+                return
+            self._delivered = self._delivered or raised
+            self.fail(FailureKind.ABORTED, self.rank, f"rank {self.rank} aborted ({why})")
 
     def fail(self, kind: FailureKind, culprit: int, detail: str) -> None:
         """Records a failure, unless there is one, and releases whoever waits."""
@@ -187,18 +194,19 @@ class Channel:
 
         Raises PeerLostError if a peer has died, CollectiveTimeoutError if a rank does not come.
         """
+        self.require_member()
         failure = self._record.read()
         if failure is not None and not failure.resettable:
             raise self.failure_error()
         if not self._busy.acquire(blocking=False):
             raise ChannelError(f"group {self.name!r} cannot be reset while another thread uses it")
+        key = f"reset/{self._generation}"
         try:
             for region in self.regions:
                 region.drain()
             # From the first barrier on nobody may act on the old failure: each rank stops before it comes there.
             with self._resetting_lock:
                 self._resetting = True
-            key = f"reset/{self._generation}"
             self._exchange.barrier(f"{key}/drained", self._check_peers_alive)
             if self.rank == 0:
                 self._record.clear()
@@ -209,6 +217,12 @@ class Channel:
             self._generation += 1
             self._delivered = False
             self._failed_since_s = 0.0
+        except TpOverlapError as e:
+            # Some ranks may be restored and others not: no call may begin before a reset has succeeded.
+            self.fail(FailureKind.TIMEOUT, self.rank, f"a reset failed ({e})")
+            for barrier in ("drained", "restored"):
+                self._exchange.forget(f"{key}/{barrier}")
+            raise
         finally:
             self._resetting = False
             self._busy.release()
@@ -217,9 +231,14 @@ class Channel:
         """Leaves the group. Peers that still wait for this rank get PeerLostError."""
         if self._destroyed:
             return
-        self._destroyed = True
+        with self._resetting_lock:
+            self._destroyed = True
         if os.getpid() != self._pid:
             return
+        if not self._busy.acquire(blocking=False):
+            # Another thread is inside a call, which must end before its memory goes.
+            self.fail(FailureKind.ABORTED, self.rank, f"rank {self.rank} destroyed the group during its call")
+            self._busy.acquire(timeout=_DESTROY_PATIENCE_S)
         for region in self.regions:
             region.close()
         self.segment.words[self.layout.left(self.rank) // 4] = 1

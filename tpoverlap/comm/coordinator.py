@@ -285,6 +285,7 @@ class GroupCoordinator(Messages):
     def destroy(self) -> None:
         """Leaves the group and frees what it holds; a second call does nothing."""
         sound = not self.failed
+        self._torch.close()
         if self._channel is not None:
             self._channel.destroy()
             self._channel = None

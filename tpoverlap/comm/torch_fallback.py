@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +13,7 @@ import torch.distributed as dist
 from tpoverlap.comm.channel import Channel
 from tpoverlap.comm.cpu import CpuProvider
 from tpoverlap.comm.provider import Call, Reason, describe
-from tpoverlap.errors import CollectiveTimeoutError, PeerLostError, TpOverlapError
+from tpoverlap.errors import ChannelError, CollectiveTimeoutError, PeerLostError, TpOverlapError
 
 _WAIT_SLICE_S = 0.05
 _BLAME_PATIENCE_S = 1.0
@@ -40,15 +41,21 @@ class TorchProvider:
         self._watch = watch
         self._rank = cpu_group.rank()
         self._world_size = cpu_group.size()
+        self._pid = os.getpid()
+        self._closed = False
+
+    def close(self) -> None:
+        """The groups go to somebody else: later calls raise ChannelError."""
+        self._closed = True
 
     def rejection_reason(self, call: Call) -> Reason | None:
         return None
 
     def all_reduce(self, x: torch.Tensor, out: torch.Tensor) -> None:
         # The backend works in place on contiguous memory.
-        work = out if out.is_contiguous() else torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        if work is not x:
-            work.copy_(x)
+        work = _staged(x) if x.is_cpu or not out.is_contiguous() else out
+        if work is out and out is not x:
+            out.copy_(x)
         self._call("all_reduce", x, lambda: dist.all_reduce(work, group=self._group_for(x), async_op=True))
         if work is not out:
             out.copy_(work)
@@ -71,18 +78,18 @@ class TorchProvider:
         )
 
     def broadcast(self, x: torch.Tensor, src: int) -> None:
-        data = x.contiguous()
+        data = _staged(x) if x.is_cpu else x.contiguous()
         self._call(
             f"broadcast from rank {src}",
             x,
             lambda: dist.broadcast(data, group=self._group_for(x), group_src=src, async_op=True),
         )
-        if data is not x:
+        if data is not x and self._rank != src:
             x.copy_(data)
 
     def gather(self, x: torch.Tensor, parts: list[torch.Tensor] | None, dst: int) -> None:
         """Every rank's ``x`` into ``parts``, which only group rank ``dst`` gives."""
-        data = x.contiguous()
+        data = _staged(x) if x.is_cpu else x.contiguous()
         self._call(
             f"gather to rank {dst}",
             x,
@@ -100,6 +107,13 @@ class TorchProvider:
 
     def finish(self, operation: str, x: torch.Tensor, launch: Callable[[], Any]) -> None:
         """Launches work of the backend and waits for it (on CUDA: makes the current stream wait)."""
+        if self._closed:
+            raise ChannelError(f"the group is destroyed ({describe(operation, x, self.name)}): make a new one")
+        if os.getpid() != self._pid:
+            raise ChannelError(
+                f"the group belongs to process {self._pid}, not to its fork {os.getpid()}: "
+                "make the group after the fork"
+            )
         try:
             work = launch()
             if x.device.type == "cpu":
@@ -154,3 +168,8 @@ class TorchProvider:
         if "onnection" in text:
             raise PeerLostError(f"a peer closed its connection during {description}: {text}") from error
         raise error
+
+
+def _staged(x: torch.Tensor) -> torch.Tensor:
+    """A contiguous copy: a host backend may still read and write what it was given after the call has failed."""
+    return x.clone(memory_format=torch.contiguous_format)
