@@ -24,7 +24,8 @@ SHARED_BYTES = 65_536
 MERGE_ROWS = 8
 
 MAX_SPLITS = 64
-OPTIONS = ("--std=c++17",)
+# NVRTC 12 takes a generic lambda for a host function without the second.
+OPTIONS = ("--std=c++17", "--device-as-default-execution-space")
 
 
 class Arguments(ctypes.Structure):
