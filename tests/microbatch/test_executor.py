@@ -257,7 +257,7 @@ def test_an_exception_reaches_its_caller_and_the_next_run_works(world_size: int)
 
 def _failure_of_the_next_run(rank: int) -> None:
     group = make_group()
-    executor = MicroBatchExecutor(group, OverlapConfig(min_tokens=1, cut_multiple=1))
+    executor = MicroBatchExecutor(group, OverlapConfig(min_tokens=1, num_pieces=2, cut_multiple=1))
     batch = make_batch(12)
 
     def slow_to_end(part: Batch) -> torch.Tensor:
