@@ -23,6 +23,8 @@ comma := ,
 
 ifeq ($(VENV),0)
 python := $(PYTHON)
+# Nothing is installed, this project neither.
+export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 demo_ready :=
 dev_ready :=
 else
@@ -53,6 +55,7 @@ bench: $(dev_ready)
 
 lint: $(dev_ready)
 	@$(python) -m ruff check . && $(python) -m ruff format --check . && $(python) -m mypy \
+	  && MYPYPATH=launch $(python) -m mypy $(wildcard launch/*.py) \
 	  || $(call fail,style or type errors; "make format" mends what can be mended by itself)
 
 format: $(dev_ready)

@@ -5,28 +5,16 @@ The tests spawn their own ranks, which share the GPUs there are; those that comp
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
 import torch.distributed as dist
+from gpu_group import make_group
 from rank_harness import run_ranks
 
-from tpoverlap.comm import GroupCoordinator, Reason
-from tpoverlap.config import HostReduceConfig
+from tpoverlap.comm import Reason
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 KIB, MIB = 1 << 10, 1 << 20
-
-
-def make_group(world_size: int | None = None, **config: object) -> GroupCoordinator:
-    """A group of GPU ranks; ranks share the GPUs there are."""
-    os.environ["NCCL_P2P_DISABLE"] = "1"
-    rank = dist.get_rank()
-    device = torch.device("cuda", rank % torch.cuda.device_count())
-    torch.cuda.set_device(device)
-    options = {"timeout_s": 30.0, **config}
-    return GroupCoordinator(range(world_size or dist.get_world_size()), rank, device, HostReduceConfig(**options))  # type: ignore[arg-type]
 
 
 def inputs(seed: int, count: int, num_elements: int, dtype: torch.dtype) -> list[torch.Tensor]:

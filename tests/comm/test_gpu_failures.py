@@ -11,8 +11,8 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
+from gpu_group import make_group
 from rank_harness import run_ranks, say, start_ranks
-from test_gpu_all_reduce import make_group
 
 from tpoverlap.comm import GroupCoordinator
 from tpoverlap.errors import (
