@@ -252,7 +252,7 @@ def _refused_open(path: str, size: int, kind: str) -> Segment:
 @pytest.mark.parametrize(
     ("culprit", "words"),
     [
-        (0, ["memfd, rank 0: the group's shared segment needs 0.", "File too large", "copy_engine_max_bytes"]),
+        (0, ["memfd, rank 0: the group's shared segment needs", "File too large", "copy_engine_max_bytes"]),
         (1, ["memfd, rank 1: planted: cannot open memfd", "named, rank 1: planted: cannot open named"]),
     ],
 )
@@ -458,7 +458,7 @@ def _dies_while_opening(rank: int, moment: str) -> None:
     held = len(os.listdir("/proc/self/fd"))
     with pytest.raises(CollectiveTimeoutError, match=r"ranks \[0\] did not come"):
         Channel("tested", rank, _exchange(1.0), LAYOUT, 1.0)
-    assert len(os.listdir("/proc/self/fd")) == held
+    assert len(os.listdir("/proc/self/fd")) <= held  # gloo closes its connection to the dead
     assert _files_in_shm() == []
 
 
@@ -529,6 +529,11 @@ def test_two_groups_at_once_do_not_touch_each_other() -> None:
     run_ranks(_two_groups_in_two_threads, 2)
 
 
+def _threads() -> int:
+    """A joined thread takes a moment to end in the kernel."""
+    return min((time.sleep(0.01), len(os.listdir("/proc/self/task")))[1] for _ in range(10))
+
+
 def _rss_kib() -> int:
     with open("/proc/self/status") as f:
         return next(int(line.split()[1]) for line in f if line.startswith("VmRSS"))
@@ -542,7 +547,7 @@ def _cycles(rank: int, count: int) -> list[tuple[int, int, int]]:
         assert torch.equal(group.all_reduce(x), x * 2)
         group.destroy()
         if i % (count // 5) == count // 5 - 1:
-            held.append((len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")), _rss_kib()))
+            held.append((len(os.listdir("/proc/self/fd")), _threads(), _rss_kib()))
     assert _files_in_shm() == []
     return held
 

@@ -82,12 +82,15 @@ class Channel:
             self._watcher = Watcher(name, rank, hosts, self)
         except ChannelError as e:
             problem = str(e)
-        problems = [f"rank {q}: {why}" for q, why in enumerate(exchange.all_gather("channel", problem)) if why]
-        if problems:
+        try:
+            problems = [f"rank {q}: {why}" for q, why in enumerate(exchange.all_gather("channel", problem)) if why]
+            if problems:
+                raise ChannelError("; ".join(problems))
+        except BaseException:
             if not problem:
                 self._watcher.stop()
             self.segment.close()
-            raise ChannelError("; ".join(problems))
+            raise
         self._watcher.start()
         _open_channels.add(self)
 

@@ -92,32 +92,42 @@ def _try_kind(
     segment: Segment | None = None
     mine = ""
     offer: dict[str, str] | None = None
-    if rank == 0:
-        nonce = secrets.token_bytes(16)
-        try:
-            segment = Segment.create(layout.size, kind)
-            segment.bytes[: HEADER.size] = layout.header(nonce)
-            offer = {"path": segment.path, "nonce": nonce.hex()}
-        except ChannelError as e:
-            mine = str(e)
-    offer = exchange.all_gather(f"segment/{kind}", offer)[0]
     try:
+        if rank == 0:
+            nonce = secrets.token_bytes(16)
+            try:
+                segment = Segment.create(layout.size, kind)
+                segment.bytes[: HEADER.size] = layout.header(nonce)
+                offer = {"path": segment.path, "nonce": nonce.hex()}
+            except ChannelError as e:
+                mine = str(e)
+        offer = exchange.all_gather(f"segment/{kind}", offer)[0]
         if rank != 0 and offer is not None:
-            segment = Segment.open(offer["path"], layout.size, kind)
-            check_header(segment, layout, bytes.fromhex(offer["nonce"]))
-        reasons = _gather_reasons(exchange, kind, mine)
-    except ChannelError as e:
-        reasons = _gather_reasons(exchange, kind, str(e))
-    finally:
-        # Every rank has mapped it or has said why not; from here on the name is of no use.
-        if rank == 0 and segment is not None:
+            try:
+                segment = _open_checked(offer["path"], layout, kind, bytes.fromhex(offer["nonce"]))
+            except ChannelError as e:
+                mine = str(e)
+        reasons = exchange.all_gather(f"opened/{kind}", mine)
+    except BaseException:
+        if segment is not None:
             segment.unlink()
-        exchange.forget(f"segment/{kind}")
+            segment.close()
+        raise
+    exchange.forget(f"segment/{kind}")
+    # Every rank has mapped it or has said why not: the name is of no use any more. Any rank may be the last one left.
+    if segment is not None:
+        segment.unlink()
     return segment, reasons
 
 
-def _gather_reasons(exchange: StoreExchange, kind: str, mine: str) -> list[str]:
-    return exchange.all_gather(f"opened/{kind}", mine)
+def _open_checked(path: str, layout: Layout, kind: SegmentKind, nonce: bytes) -> Segment:
+    segment = Segment.open(path, layout.size, kind)
+    try:
+        check_header(segment, layout, nonce)
+    except ChannelError:
+        segment.close()
+        raise
+    return segment
 
 
 def check_header(segment: Segment, layout: Layout, nonce: bytes) -> None:
