@@ -295,14 +295,14 @@ class Channel:
         now = time.monotonic()
         self._failed_since_s = self._failed_since_s or now
         self._release()
-        while now < self._failed_since_s + _DRAIN_S and time.monotonic() < now + seconds and not self._destroyed:
+        while now < self._failed_since_s + _DRAIN_S and time.monotonic() < now + seconds:
             time.sleep(_RELEASE_PAUSE_S)
             self._release()
 
     def _release(self) -> None:
-        # A release that overlapped the restoration of a reset would let a stale wait pass, unmarked.
+        # A release during or after the restoration of a reset would let a stale wait pass, unmarked.
         with self._resetting_lock:
-            if not self._resetting:
+            if self._record.present and not self._resetting:
                 for region in self.regions:
                     region.release()
 
