@@ -1,5 +1,6 @@
 # Two commands: `make prefill` runs the main job, `make test` the tests. Each sets up what it needs first.
 # `make bench` times all-reduces of CPU tensors and leaves a record and a plot in build/bench.
+# `make test-formats` checks NVFP4 against the libraries that define it, in an environment of its own, .venv-formats.
 #
 #   PYTHON=...   the interpreter (3.11 or newer) that .venv is made from
 #   VENV=0       install nothing and use PYTHON as it is
@@ -27,16 +28,20 @@ python := $(PYTHON)
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 demo_ready :=
 dev_ready :=
+formats_python := $(PYTHON)
+formats_ready :=
 else
 python := $(VENV)/bin/python
 demo_ready := $(VENV)/.ready-demo
 dev_ready := $(VENV)/.ready-dev
+formats_python := .venv-formats/bin/python
+formats_ready := .venv-formats/.ready
 endif
 
 pip = $(python) -m pip install --disable-pip-version-check -c constraints.txt
 fail = { printf 'tpoverlap: %s\n' "$(1)" >&2; exit 1; }
 
-.PHONY: prefill test lint format bench clean
+.PHONY: prefill test test-formats lint format bench clean
 .DEFAULT_GOAL := prefill
 
 prefill: $(demo_ready)
@@ -46,6 +51,10 @@ prefill: $(demo_ready)
 
 test: $(dev_ready)
 	@$(python) -m pytest $(ARGS) || $(call fail,tests failed; the list stands above)
+
+test-formats: $(formats_ready)
+	@TPOVERLAP_TEST_FORMATS=1 $(formats_python) -m pytest tests/formats $(ARGS) \
+	  || $(call fail,tests failed; the list stands above)
 
 bench: $(dev_ready)
 	@mkdir -p build/bench
@@ -62,15 +71,15 @@ format: $(dev_ready)
 	@$(python) -m ruff check --fix-only . && $(python) -m ruff format .
 
 clean:
-	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis timeline.html timeline.png
+	rm -rf .venv .venv-formats build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis timeline.html timeline.png
 
 # Each step leaves its mark only when it has ended well, so that an interrupted set-up goes on where it stopped.
-$(VENV)/bin/python:
+$(VENV)/bin/python .venv-formats/bin/python:
 	@[ -n "$(PYTHON)" ] && $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 	  || $(call fail,Python 3.11 or newer is needed$(comma) "$(PYTHON)" is not: install it or say PYTHON=/path/to/python)
-	@echo "Making $(VENV) with $$($(PYTHON) --version)"
-	@$(PYTHON) -m venv $(VENV) \
-	  || { rm -rf $(VENV); $(call fail,"$(PYTHON) -m venv" failed: install the venv module (Debian: python3-venv)); }
+	@echo "Making $(@D:/bin=) with $$($(PYTHON) --version)"
+	@$(PYTHON) -m venv $(@D:/bin=) \
+	  || { rm -rf $(@D:/bin=); $(call fail,"$(PYTHON) -m venv" failed: install the venv module (Debian: python3-venv)); }
 
 $(VENV)/.ready-demo: pyproject.toml constraints.txt | $(VENV)/bin/python
 	@echo "Installing tpoverlap with $(extras)"
@@ -83,4 +92,11 @@ $(VENV)/.ready-demo: pyproject.toml constraints.txt | $(VENV)/bin/python
 $(VENV)/.ready-dev: pyproject.toml constraints.txt | $(VENV)/bin/python
 	@echo "Installing tpoverlap with dev"
 	@$(pip) -e '.[dev]' || $(call fail,pip could not install tpoverlap: see its message above$(comma) then run make again)
+	@touch $@
+
+.venv-formats/.ready: pyproject.toml constraints.txt tests/formats/requirements.txt | .venv-formats/bin/python
+	@echo "Installing tpoverlap with dev and the libraries of tests/formats"
+	@.venv-formats/bin/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[dev]' \
+	  -r tests/formats/requirements.txt \
+	  || $(call fail,pip could not install them: see its message above$(comma) then run make again)
 	@touch $@
