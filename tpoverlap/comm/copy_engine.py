@@ -7,6 +7,7 @@ operations; one addition follows. No multiprocessor moves data, so that compute 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from tpoverlap.comm.provider import Call, Reason, describe
 from tpoverlap.comm.words import MASK
 
 _ALIGNMENT = 256
+_MAX_PLANS = 256
 Action = Callable[[Any, int, int], None]
 """Does a step's work: (stream of the down lane, slot, piece)."""
 
@@ -34,6 +36,23 @@ def piece_count(num_bytes: int) -> int:
 
 _PIECES = ((512 << 10, 1), (1 << 20, 2), (6 << 20, 4))
 _MOST_PIECES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class _Chunk:
+    """An operation's share of a payload. pieces: (begin, size) in bytes behind the share's start; none is empty."""
+
+    elements: slice
+    pieces: list[tuple[int, int]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """How an all-reduce of one size runs."""
+
+    description: str
+    chunks: list[_Chunk]
+    run: Callable[[torch.Tensor, torch.Tensor, _Chunk], None]
 
 
 class CopyEngineProvider:
@@ -54,6 +73,11 @@ class CopyEngineProvider:
         self._slot_bytes = segment.layout.copy_slot_bytes
         self._peer_access = peer_access
         self._num_pieces = num_pieces
+        self._plans: dict[tuple[torch.dtype, int], _Plan] = {}
+        self._slots = [
+            [segment.host_address + segment.layout.copy_slot(q, k) for k in range(NUM_SLOTS)]
+            for q in range(self._world_size)
+        ]
         self.region = CopyRegion(segment)
 
     def rejection_reason(self, call: Call) -> Reason | None:
@@ -70,11 +94,22 @@ class CopyEngineProvider:
         return None
 
     def all_reduce(self, x: torch.Tensor, out: torch.Tensor) -> None:
-        source = x.contiguous().view(-1)
-        target = out.view(-1) if out.is_contiguous() else torch.empty_like(source)
-        self._call(describe("all_reduce", x, self.name), lambda: self._all_reduce(source, target))
-        if target.data_ptr() != out.data_ptr():
-            out.copy_(target.view(out.shape))
+        source = x if x.is_contiguous() else x.contiguous()
+        target = out if out.is_contiguous() else torch.empty_like(source)
+        plan = self._plan(x.dtype, x.numel())
+        channel = self._segment.channel
+        channel.begin(plan.description)
+        try:
+            if len(plan.chunks) == 1:
+                plan.run(source, target, plan.chunks[0])
+            else:
+                flat, flat_target = source.view(-1), target.view(-1)
+                for chunk in plan.chunks:
+                    plan.run(flat[chunk.elements], flat_target[chunk.elements], chunk)
+        finally:
+            channel.finish(completed=False)
+        if target is not out:
+            out.copy_(target)
 
     def all_gather(self, x: torch.Tensor, out: torch.Tensor) -> None:
         source, row_bytes = x.contiguous(), x.numel() * x.element_size()
@@ -145,33 +180,51 @@ class CopyEngineProvider:
         finally:
             channel.finish(completed=False)
 
-    def _all_reduce(self, x: torch.Tensor, out: torch.Tensor) -> None:
-        item = x.element_size()
-        for begin, size in self._chunks(x.numel() * item, 1):
-            part = slice(begin // item, (begin + size) // item)
-            if self._world_size == 2:
-                self._exchange(x[part], out[part])
-            else:
-                self._two_shots(x[part], out[part])
+    def _plan(self, dtype: torch.dtype, num_elements: int) -> _Plan:
+        """What an all-reduce of that size does; kept, since making it costs as much host time as its copies."""
+        plan = self._plans.get((dtype, num_elements))
+        if plan is None:
+            if len(self._plans) >= _MAX_PLANS:
+                self._plans.clear()
+            item = dtype.itemsize
+            chunks = [
+                _Chunk(slice(b // item, (b + size) // item), [(r.start, len(r)) for r in self._pieces(size) if r])
+                for b, size in self._chunks(num_elements * item, 1)
+            ]
+            description = describe("all_reduce", torch.empty(num_elements, dtype=dtype, device="meta"), self.name)
+            run = self._exchange if self._world_size == 2 else self._two_shots
+            plan = self._plans[dtype, num_elements] = _Plan(description, chunks, run)
+        return plan
 
-    def _exchange(self, x: torch.Tensor, out: torch.Tensor) -> None:
-        """Two ranks: each reads the other's payload and adds."""
+    def _exchange(self, x: torch.Tensor, out: torch.Tensor, chunk: _Chunk) -> None:
+        """Two ranks: each reads the other's payload and adds. The steps of ``one_shot``, with no detour: every
+        microsecond of host time here is one by which the next layer's compute starts later."""
+        segment, calls, region, rank, pieces = self._segment, self._calls, self.region, self._rank, chunk.pieces
         received = torch.empty_like(x)
-        pieces = self._pieces(x.numel() * x.element_size())
-        source, target, peer = x.data_ptr(), received.data_ptr(), 1 - self._rank
-
-        def upload(stream: Any, slot: int, p: int) -> None:
-            self._up(slot, pieces[p], source)
-
-        def collect(stream: Any, slot: int, p: int) -> None:
-            self._down(stream, peer, slot, pieces[p], target)
-
-        steps = one_shot(self._rank, 2, len(pieces))
-        self._operate(steps, {Kind.UPLOAD: upload, Kind.COLLECT: collect})
+        down, up, event = segment.begin(), segment.up, segment.event
+        number, base, slot = region.next_operation(len(pieces), NUM_SLOTS)
+        published, theirs = region.published_address[rank], region.published_address[1 - rank]
+        source, own_slot = x.data_ptr(), self._slots[rank][slot]
+        calls.order(up, event, down)
+        calls.wait_at_least(up, region.consumed_address[1 - rank], (number - NUM_SLOTS) & MASK)
+        count = base
+        for begin, size in pieces:
+            calls.to_host(own_slot + begin, source + begin, size, up)
+            count = (count + 1) & MASK
+            calls.write(up, published, count)
+        target, peer_slot = received.data_ptr(), self._slots[1 - rank][slot]
+        count = base
+        for begin, size in pieces:
+            count = (count + 1) & MASK
+            calls.wait_at_least(down, theirs, count)
+            calls.to_device(target + begin, peer_slot + begin, size, down)
+        calls.write(down, region.consumed_address[rank], number)
+        calls.order(down, event, up)
         torch.add(x, received, out=out)
 
-    def _two_shots(self, x: torch.Tensor, out: torch.Tensor) -> None:
+    def _two_shots(self, x: torch.Tensor, out: torch.Tensor, chunk: _Chunk) -> None:
         """More ranks: each adds its own shard of all, then reads the others' sums."""
+        x, out = x.view(-1), out.view(-1)
         n, item = self._world_size, x.element_size()
         shard = -(-x.numel() // n)
         shard = -(-shard * item // _ALIGNMENT) * _ALIGNMENT // item
@@ -216,35 +269,35 @@ class CopyEngineProvider:
         """
         segment, calls, region = self._segment, self._calls, self.region
         down, up, event = segment.begin(), segment.up, segment.event
-        operation = region.next_operation(pieces_published(steps), NUM_SLOTS)
-        slot_free = (operation.number - NUM_SLOTS) & MASK
+        number, base, slot = region.next_operation(pieces_published(steps), NUM_SLOTS)
+        slot_free = (number - NUM_SLOTS) & MASK
         calls.order(up, event, down)
         for step in steps:
             kind = step.kind
             if kind is Kind.WAIT_PUBLISHED:
-                calls.wait_at_least(down, region.published_address[step.rank], (operation.base + step.count) & MASK)
+                calls.wait_at_least(down, region.published_address[step.rank], (base + step.count) & MASK)
             elif kind is Kind.PUBLISH:
-                calls.write(up, region.published_address[self._rank], (operation.base + step.count) & MASK)
+                calls.write(up, region.published_address[self._rank], (base + step.count) & MASK)
             elif kind is Kind.WAIT_CONSUMED:
                 calls.wait_at_least(up, region.consumed_address[step.rank], slot_free)
             elif kind is Kind.CONSUME:
-                calls.write(down, region.consumed_address[self._rank], operation.number)
+                calls.write(down, region.consumed_address[self._rank], number)
             else:
                 if step.after:
                     calls.order(up, event, down)
-                actions[kind](down, operation.slot, step.piece)
+                actions[kind](down, slot, step.piece)
         calls.order(down, event, up)
 
     def _up(self, slot: int, part: range, source: int, offset: int = 0) -> None:
         """Bytes ``part`` behind ``source`` into this rank's slot, where they lie ``offset`` further."""
         if part:
-            host = self._segment.host_address + self._segment.layout.copy_slot(self._rank, slot)
+            host = self._slots[self._rank][slot]
             self._calls.to_host(host + offset + part.start, source + part.start, len(part), self._segment.up)
 
     def _down(self, stream: Any, rank: int, slot: int, part: range, target: int, offset: int = 0) -> None:
         """Bytes ``part`` of rank's slot (``offset`` further) to behind ``target``."""
         if part:
-            host = self._segment.host_address + self._segment.layout.copy_slot(rank, slot)
+            host = self._slots[rank][slot]
             self._calls.to_device(target + part.start, host + offset + part.start, len(part), stream)
 
     def _chunks(self, num_bytes: int, per_slot: int) -> list[tuple[int, int]]:

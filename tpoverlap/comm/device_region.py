@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from tpoverlap.comm.gpu import GpuSegment
 from tpoverlap.comm.layout import COPY_CONSUMED, COPY_PUBLISHED
@@ -29,15 +28,6 @@ class StuckClock:
         return 0.0 if seen is None else time.monotonic() - self._since_s
 
 
-@dataclass(frozen=True)
-class Operation:
-    """An operation of the two-word protocol. base: pieces published before it."""
-
-    number: int
-    base: int
-    slot: int
-
-
 class CopyRegion:
     """Counters of the two-word protocol (see :mod:`tpoverlap.comm.protocol`) for eager copy-engine operations.
 
@@ -59,14 +49,14 @@ class CopyRegion:
         self._ledger: deque[tuple[int, int]] = deque()
         self.restore()
 
-    def next_operation(self, num_pieces_published: int, num_slots: int) -> Operation:
-        number = (self._number + 1) & MASK
-        operation = Operation(number, self._base, number % num_slots)
-        self._base = (self._base + num_pieces_published) & MASK
+    def next_operation(self, num_pieces_published: int, num_slots: int) -> tuple[int, int, int]:
+        """(number, pieces published before it, slot) of the operation that the host issues now."""
+        number, base = (self._number + 1) & MASK, self._base
+        self._base = (base + num_pieces_published) & MASK
         # The watcher's thread reads the ledger: it must know of the operation before the device can have begun it.
         self._ledger.append((number, self._base))
         self._number = number
-        return operation
+        return number, base, number % num_slots
 
     def release(self) -> None:
         for index in self._published:
