@@ -49,12 +49,15 @@ class RunStats:
         return len(self.piece_tokens)
 
     def add_up(self) -> None:
-        """Fills the totals from the intervals."""
+        """Fills the totals from the intervals; a device may still work when the call that issued the run is over."""
         seconds = {"compute": 0.0, "communication": 0.0, "exposed": 0.0, "handover": 0.0}
         for interval in self.intervals:
             seconds[interval.kind] += interval.end_s - interval.start_s
         self.compute_s, self.communication_s = seconds["compute"], seconds["communication"]
         self.exposed_s, self.handover_s = seconds["exposed"], seconds["handover"]
+        if self.intervals:
+            span_s = max(i.end_s for i in self.intervals) - min(i.start_s for i in self.intervals)
+            self.wall_s = max(self.wall_s, span_s)
         collectives = [i for i in self.intervals if i.kind == "communication"]
         self.num_collectives = len(collectives)
         self.collective_bytes = sum(i.num_bytes for i in collectives)
