@@ -18,7 +18,7 @@ from tpoverlap.comm import GroupCoordinator
 OURS, PEER, FLOOR = "tpoverlap", "gloo", "copy + add"
 # A turn makes calls back to back until their payloads add up to this, at most so many: one short call alone would
 # measure how evenly the ranks leave the barrier.
-_TURN_BYTES = 4 << 20
+_TURN_BYTES = 32 << 20
 _MAX_CALLS = 32
 # No value of a payload is larger.
 _LARGEST = 8.0
