@@ -41,7 +41,7 @@ CPU = dataclasses.replace(HOPPER, capability=None)
 @pytest.fixture(autouse=True)
 def _libraries_absent(monkeypatch):
     monkeypatch.setattr(library, "_installed", lambda module: False)
-    monkeypatch.setattr(common, "_installed", lambda: True)
+    monkeypatch.setattr(common, "triton_installed", lambda: True)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
 
 
@@ -82,7 +82,7 @@ def test_cpu_tensors_go_to_the_reference():
 
 
 def test_without_triton_a_library_serves_and_says_why_not(monkeypatch):
-    monkeypatch.setattr(common, "_installed", lambda: False)
+    monkeypatch.setattr(common, "triton_installed", lambda: False)
     assert select_prefill_backend(HOPPER).name == "reference"
     monkeypatch.setattr(library, "_installed", lambda module: True)
     wide = dataclasses.replace(HOPPER, block_size=256)

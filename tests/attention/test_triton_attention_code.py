@@ -27,6 +27,8 @@ GPUS = {(7, 5): (65_536, None), (8, 6): (101_376, "HMMA"), (9, 0): (232_448, "HG
 HEAD_DIMS = (64, 128, 256)
 # Bytes of stack a thread may spill to: what the widest tiles do around their loops.
 SPILLS = {64: 0, 128: 0, 256: 64}
+# Its tiles were measured to be faster than smaller ones that do not spill.
+MEASURED_SPILLS = {("prefill", (9, 0), 256): 384}
 POINTERS = {"lse": "*fp32", "partial": "*fp32", "counters": "*i32", "multiplier": "fp32", "tanh_factor": "fp32"}
 POINTERS |= dict.fromkeys(("block_table", "cu_seqlens_q", "seq_lens"), "*i32")
 POINTERS |= dict.fromkeys(("q", "k_cache", "v_cache", "out"), "*fp16")
@@ -49,13 +51,14 @@ def test_code_of_the_tiles(tmp_path, kind, capability, head_dim):
         kernel, tiles = decode_kernel, decode_tiles(capability, torch.float16, head_dim)
         constants |= {"BLOCK_N": tiles.block_n, "PART_KEYS": tiles.part_keys, "NUM_SPLITS": 16, "KV_HEADS": 2}
         constants |= {"GROUP_PAD": 16, "PREFILL_ROWS": False, "MERGE": True}
+        constants |= {"MERGE_UNROLL": 4, "DEPENDENT": capability >= (9, 0)}
     compiled = _compile(kernel, constants, capability, tiles.num_warps, tiles.num_stages)
     cubin = tmp_path / "kernel.cubin"
     cubin.write_bytes(compiled.asm["cubin"])
     shared, instruction = GPUS[capability]
     assert compiled.metadata.shared <= shared
     usage = _tool("cuobjdump", "--dump-resource-usage", cubin)
-    assert int(re.findall(r"STACK:(\d+)", usage)[0]) <= SPILLS[head_dim]
+    assert int(re.findall(r"STACK:(\d+)", usage)[0]) <= MEASURED_SPILLS.get((kind, capability, head_dim), SPILLS[head_dim])
     code = _tool("nvdisasm", "-c", cubin)
     if instruction is not None and kind == "decode":
         # Its 16 rows are too few for the instructions of a whole group of warps.

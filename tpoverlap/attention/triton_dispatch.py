@@ -4,27 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib.util
 from contextlib import AbstractContextManager
 
 import torch
 
-from tpoverlap.attention.triton.common import interpreted
-
-
-@functools.cache
-def _triton_installed() -> bool:
-    return importlib.util.find_spec("triton") is not None
+from tpoverlap.cuda.triton_available import triton_installed, triton_interpreted
 
 
 def triton_serves(tensor: torch.Tensor) -> bool:
-    """True for CUDA tensors where Triton is installed, and for CPU tensors under Triton's interpreter.
-
-    The interpreter is chosen as Triton chooses it: ``TRITON_INTERPRET=1`` when the kernels are first imported.
-    """
-    if not _triton_installed():
+    """True for CUDA tensors where Triton is installed, and for CPU tensors under Triton's interpreter."""
+    if not triton_installed():
         return False
-    return tensor.is_cuda or (tensor.device.type == "cpu" and interpreted())
+    return tensor.is_cuda or (tensor.device.type == "cpu" and triton_interpreted())
 
 
 def on_device_of(tensor: torch.Tensor) -> AbstractContextManager[object]:
@@ -42,6 +33,16 @@ def _capability(device_index: int) -> tuple[int, int]:
 def capability_of(tensor: torch.Tensor) -> tuple[int, int]:
     """Compute capability of a CUDA tensor's device."""
     return _capability(tensor.get_device())
+
+
+@functools.cache
+def _multiprocessors(device_index: int) -> int:
+    return torch.cuda.get_device_properties(device_index).multi_processor_count
+
+
+def multiprocessors(tensor: torch.Tensor) -> int:
+    """Multiprocessors of the tensor's GPU; 1 for a CPU tensor, whose programs run in turn."""
+    return _multiprocessors(tensor.get_device()) if tensor.is_cuda else 1
 
 
 def dependent_launch(tensor: torch.Tensor) -> bool:

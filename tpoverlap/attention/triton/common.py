@@ -2,37 +2,25 @@
 
 from __future__ import annotations
 
-import functools
-import importlib.util
 import math
-import os
 
 import torch
 
 from tpoverlap.attention.backend import PrefillRequest
+from tpoverlap.cuda.triton_available import triton_installed, triton_interpreted
 
 MAX_HEAD_DIM = 256
 _FIRST_CAPABILITY = (7, 0)
 _FIRST_BF16_CAPABILITY = (8, 0)
 
 
-def interpreted() -> bool:
-    """Whether Triton kernels run in its interpreter (on CPU tensors), as its environment variable says."""
-    return os.environ.get("TRITON_INTERPRET", "0") == "1"
-
-
-@functools.cache
-def _installed() -> bool:
-    return importlib.util.find_spec("triton") is not None
-
-
 def common_rejections(request: PrefillRequest) -> tuple[str, ...]:
     """Why no Triton kernel here serves the request; empty: they do."""
     reasons = []
-    if not _installed():
+    if not triton_installed():
         reasons.append("Triton is not installed")
     if request.capability is None:
-        if not interpreted():
+        if not triton_interpreted():
             reasons.append("it runs on CUDA tensors, and on CPU tensors only under TRITON_INTERPRET=1")
         elif request.dtype == torch.bfloat16:
             reasons.append("Triton's interpreter computes BF16 wrongly")

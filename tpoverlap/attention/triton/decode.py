@@ -11,12 +11,14 @@ from tpoverlap.attention.backend import PACKED_MATCHES_DECODE, PrefillRequest
 from tpoverlap.attention.triton.common import common_rejections, padded_dim, score_factors
 from tpoverlap.attention.triton.configs import DecodeTiles, decode_tiles
 from tpoverlap.attention.triton.launch import FastLaunch
-from tpoverlap.attention.triton_dispatch import on_device_of
+from tpoverlap.attention.triton_dispatch import dependent_launch, on_device_of
 
 name = "triton"
 capabilities = frozenset({PACKED_MATCHES_DECODE})
 
 _MIN_MMA_ROWS = 16
+# Of the separate merge, which takes one head a program.
+_MERGE_WARPS = 1
 
 
 def rejection_reasons(request: PrefillRequest, *, forced: bool = False) -> tuple[str, ...]:
@@ -144,7 +146,7 @@ def decode_rows(
         )
         if not merge_in_launch and num_splits > 1:
             plan.merge(
-                rows * k_cache.shape[2],
+                rows * q.shape[1],
                 (
                     out,
                     lse_or_any,
@@ -197,12 +199,14 @@ class _Plan:
         group = q_heads // kv_heads
         if tiles is None:
             tiles = decode_tiles(torch.cuda.get_device_capability(q.device) if q.is_cuda else None, q.dtype, head_dim)
+        dim = padded_dim(head_dim)
+        # Each launch is set up while the kernel before it runs: short rows take little longer than a launch.
+        dependent = dependent_launch(q)
         constants: dict[str, Any] = {
             "KV_HEADS": kv_heads,
             "GROUP": group,
-            "GROUP_PAD": max(_MIN_MMA_ROWS, 1 << (group - 1).bit_length()),
             "HEAD_DIM": head_dim,
-            "DIM": padded_dim(head_dim),
+            "DIM": dim,
             "BLOCK_SIZE": block_size,
             "BLOCK_N": tiles.block_n,
             "PART_KEYS": tiles.part_keys,
@@ -211,17 +215,36 @@ class _Plan:
             "STORE_LSE": lse is not None,
             "PREFILL_ROWS": cu_seqlens_q is not None,
         }
-        options = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
+        group_pad = 1 << (group - 1).bit_length()
         decode = tuple(
-            FastLaunch(decode_kernel, {**constants, "SOFTCAP": softcap is not None, "MERGE": merge}, **options)
+            FastLaunch(
+                decode_kernel,
+                {
+                    **constants,
+                    "GROUP_PAD": max(_MIN_MMA_ROWS, group_pad),
+                    "SOFTCAP": softcap is not None,
+                    "MERGE": merge,
+                    "MERGE_UNROLL": _merge_unroll(group_pad * dim, tiles.num_warps),
+                    "DEPENDENT": dependent,
+                },
+                num_warps=tiles.num_warps,
+                num_stages=tiles.num_stages,
+                launch_pdl=dependent,
+            )
             for merge in (False, True)
         )
+        merge_constants = {**constants, "UNROLL": _merge_unroll(dim, _MERGE_WARPS), "DEPENDENT": dependent}
         return cls(
             decode=(decode[0], decode[1]),
-            merge=FastLaunch(merge_kernel, constants, **options),
+            merge=FastLaunch(merge_kernel, merge_constants, num_warps=_MERGE_WARPS, launch_pdl=dependent),
             programs_a_row=kv_heads * num_splits,
             floats_a_row=q_heads * num_splits * (head_dim + 2),
         )
+
+
+def _merge_unroll(elements: int, num_warps: int) -> int:
+    """Parts that a merge loads at a time: up to 64 registers a thread of them."""
+    return max(1, min(16, 64 * 32 * num_warps // elements))
 
 
 _plans: dict[tuple[Any, ...], _Plan] = {}

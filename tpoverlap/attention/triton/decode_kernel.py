@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tpoverlap.attention.triton.device import (
     find_request,
@@ -34,9 +35,11 @@ def _visible_range(
     """Request, first key to read, past-the-last key, keys of a part, parts in use.
 
     The cut is a function of the row's own length, the window and NUM_SPLITS: equal parts, whole multiples of
-    PART_KEYS. A window starts at a multiple of BLOCK_N, so that no block of keys straddles cache blocks that a
-    multiple of it divides.
+    PART_KEYS. Up to LONG_PART keys a part only half of the splits are used: fewer starts and merges serve a full GPU
+    better, and more programs a short row little. A window starts at a multiple of BLOCK_N, so that no block of keys
+    straddles cache blocks that a multiple of it divides.
     """
+    LONG_PART: tl.constexpr = 256
     request = row
     if PREFILL_ROWS:
         request = find_request(cu_seqlens_q, requests, row, 1, 1)
@@ -50,9 +53,10 @@ def _visible_range(
     begin = 0
     if WINDOW:
         begin = tl.maximum(length - window, 0) // BLOCK_N * BLOCK_N
-    tiles = tl.cdiv(length - begin, PART_KEYS)
-    part = tl.cdiv(tiles, NUM_SPLITS) * PART_KEYS
-    used = tl.cdiv(length - begin, tl.maximum(part, 1))
+    keys = length - begin
+    part = tl.maximum(tl.minimum(tl.cdiv(keys, (NUM_SPLITS + 1) // 2), LONG_PART), tl.cdiv(keys, NUM_SPLITS))
+    part = tl.cdiv(part, PART_KEYS) * PART_KEYS
+    used = tl.cdiv(keys, tl.maximum(part, 1))
     return request, begin, length, part, used
 
 
@@ -67,24 +71,25 @@ def _merge_parts(
     states,
     out_head,
     out_dim,
-    GROUP: tl.constexpr,
-    GROUP_PAD: tl.constexpr,
+    HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     DIM: tl.constexpr,
     NUM_SPLITS: tl.constexpr,
+    UNROLL: tl.constexpr,
     STORE_LSE: tl.constexpr,
 ):
-    """Merge the parts of one row's GROUP heads, in the order of their keys and by explicit FMAs.
+    """Merge the parts of HEADS heads of a row, in the order of their keys and by explicit FMAs.
 
-    ``state`` points to the peaks of the row, its sums lie ``states`` further. The order makes the bits independent of
-    the launch that merges. Loads bypass L1, which other programs' writes do not reach.
+    ``state`` points to the peaks of the first head, its sums lie ``states`` further. The order makes the bits
+    independent of the launch that merges; UNROLL parts are loaded at a time. Loads bypass L1, which other programs'
+    writes do not reach.
     """
-    UNROLL: tl.constexpr = 4
     SPLITS_PAD: tl.constexpr = triton.next_power_of_2(NUM_SPLITS)
-    lanes = tl.arange(0, GROUP_PAD)
+    LANES: tl.constexpr = triton.next_power_of_2(HEADS)
+    lanes = tl.arange(0, LANES)
     dims = tl.arange(0, DIM)
     splits = tl.arange(0, SPLITS_PAD)
-    valid = lanes < GROUP
+    valid = lanes < HEADS
     inside = valid[:, None] & (dims < HEAD_DIM)[None, :]
     at = lanes * NUM_SPLITS
     peaks = tl.load(
@@ -95,12 +100,12 @@ def _merge_parts(
     )
     peak = tl.max(peaks, 1)
     shift = tl.where(peak == float("-inf"), 0.0, peak)
-    acc = tl.zeros([GROUP_PAD, DIM], tl.float32)
-    total = tl.zeros([GROUP_PAD], tl.float32)
+    acc = tl.zeros([LANES, DIM], tl.float32)
+    total = tl.zeros([LANES], tl.float32)
     for first in tl.range(0, used, UNROLL):
         for i in tl.static_range(UNROLL):
             split = first + i
-            live = tl.where(split < used, lanes, GROUP) < GROUP
+            live = tl.where(split < used, lanes, HEADS) < HEADS
             part_peak = tl.load(state + split + at, mask=live, other=float("-inf"), cache_modifier=".cg")
             part_total = tl.load(state + states + split + at, mask=live, other=0.0, cache_modifier=".cg")
             part = tl.load(
@@ -111,7 +116,7 @@ def _merge_parts(
             )
             weight = tl.exp2(part_peak - shift)
             total = tl.fma(weight, part_total, total)
-            acc = tl.fma(tl.broadcast_to(weight[:, None], [GROUP_PAD, DIM]), part, acc)
+            acc = tl.fma(tl.broadcast_to(weight[:, None], [LANES, DIM]), part, acc)
     result, lse = finish_rows(acc, peak, total)
     tl.store(
         out_row + (head + lanes).to(tl.int64)[:, None] * out_head + dims[None, :] * out_dim,
@@ -172,13 +177,21 @@ def decode_kernel(
     STORE_LSE: tl.constexpr,
     PREFILL_ROWS: tl.constexpr,
     MERGE: tl.constexpr,
+    MERGE_UNROLL: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """One part of one row for all GROUP query heads of one KV head: the keys and values are read once.
 
     Grid (rows * NUM_SPLITS * KV_HEADS), the KV head innermost: neighbours read neighbouring memory. ``partial`` holds
     accumulators [rows, q_heads, NUM_SPLITS, HEAD_DIM], then peaks and sums [rows, q_heads, NUM_SPLITS] each. With MERGE
     the program that finishes a row's last part merges it; ``counters`` [rows, KV_HEADS] are 0 before and after.
+
+    With DEPENDENT (programmatic dependent launch) programs are set up while the kernel before still runs, and touch
+    memory once it has ended.
     """
+    if DEPENDENT:
+        gdc_launch_dependents()
+        gdc_wait()
     program = tl.program_id(0)
     kv_head = program % KV_HEADS
     split = program // KV_HEADS % NUM_SPLITS
@@ -274,15 +287,15 @@ def decode_kernel(
                 out_head,
                 out_dim,
                 GROUP,
-                GROUP_PAD,
                 HEAD_DIM,
                 DIM,
                 NUM_SPLITS,
+                MERGE_UNROLL,
                 STORE_LSE,
             )
 
 
-@triton.jit(do_not_specialize=["window", "rows", "requests", "columns"])
+@triton.jit(do_not_specialize=["window", "first_row", "rows", "requests", "columns"])
 def merge_kernel(
     out,
     lse,
@@ -299,7 +312,6 @@ def merge_kernel(
     out_dim,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
-    GROUP_PAD: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -309,10 +321,18 @@ def merge_kernel(
     WINDOW: tl.constexpr,
     STORE_LSE: tl.constexpr,
     PREFILL_ROWS: tl.constexpr,
+    UNROLL: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
-    """The merge as a launch of its own, for captured decodes. Grid (rows * KV_HEADS); arguments as above."""
-    kv_head = tl.program_id(0) % KV_HEADS
-    local_row = tl.program_id(0) // KV_HEADS
+    """The merge as a launch of its own, for captured decodes. Grid (rows * q_heads); arguments as above.
+
+    Every program waits for the decode, also one with nothing to merge: what follows relies on the end of both.
+    """
+    if DEPENDENT:
+        gdc_launch_dependents()
+        gdc_wait()
+    head = tl.program_id(0) % (KV_HEADS * GROUP)
+    local_row = tl.program_id(0) // (KV_HEADS * GROUP)
     row = first_row + local_row
     _, _, _, _, used = _visible_range(
         row,
@@ -330,7 +350,6 @@ def merge_kernel(
     )
     if used <= 1:
         return
-    head = kv_head * GROUP
     states = rows.to(tl.int64) * (KV_HEADS * GROUP * NUM_SPLITS)
     first_state = (local_row.to(tl.int64) * (KV_HEADS * GROUP) + head) * NUM_SPLITS
     _merge_parts(
@@ -343,10 +362,10 @@ def merge_kernel(
         states,
         out_head,
         out_dim,
-        GROUP,
-        GROUP_PAD,
+        1,
         HEAD_DIM,
         DIM,
         NUM_SPLITS,
+        UNROLL,
         STORE_LSE,
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tpoverlap.attention.triton.common import interpreted
+from tpoverlap.cuda.triton_available import triton_interpreted
 
 
 class FastLaunch:
@@ -16,12 +16,13 @@ class FastLaunch:
 
     The owner keeps one for each device, combination of dtypes and value of the ints that Triton specializes (those
     not in ``do_not_specialize``). Pointers are specialized on 16-byte alignment: a call says whether all are aligned.
+    ``options`` are Triton's: num_warps, num_stages, launch_pdl.
     """
 
-    def __init__(self, kernel: Any, constants: dict[str, Any], *, num_warps: int, num_stages: int) -> None:
+    def __init__(self, kernel: Any, constants: dict[str, Any], **options: int | bool) -> None:
         self._kernel = kernel
         self._constants = constants
-        self._options = {"num_warps": num_warps, "num_stages": num_stages}
+        self._options = options
         self._values = tuple(constants.values())
         self._compiled: Any = None
 
@@ -31,5 +32,5 @@ class FastLaunch:
             self._compiled[(programs, 1, 1)](*args, *self._values)
             return
         compiled = self._kernel[(programs, 1, 1)](*args, **self._constants, **self._options)
-        if aligned and not interpreted():
+        if aligned and not triton_interpreted():
             self._compiled = compiled

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib.util
-import os
 
 import torch
 
+from tpoverlap.cuda.triton_available import triton_installed, triton_interpreted
 from tpoverlap.quant.nvfp4.format import GROUP, NVFP4Tensor
 from tpoverlap.quant.nvfp4.qpn2 import TILE_ROWS, QPN2Tensor
 from tpoverlap.quant.nvfp4.tiles import Tile, tile_for
@@ -16,9 +15,9 @@ from tpoverlap.quant.nvfp4.tiles import Tile, tile_for
 
 def rejection(device: torch.device) -> str | None:
     """Why these kernels cannot run on tensors of ``device``; None if they can."""
-    if not _installed():
+    if not triton_installed():
         return "Triton is not installed: pip install 'tpoverlap[cuda]'"
-    if device.type != "cuda" and not _interpreted():
+    if device.type != "cuda" and not triton_interpreted():
         return f"Triton needs a CUDA tensor, got one on {device} (TRITON_INTERPRET=1 runs the kernels on CPU)"
     return None
 
@@ -74,15 +73,6 @@ def dequantize_into(t: NVFP4Tensor | QPN2Tensor, out: torch.Tensor, tile: Tile |
 def _as_words(codes: torch.Tensor) -> torch.Tensor:
     """The code bytes as int32 words; copied where they do not start on a word."""
     return (codes.clone() if codes.data_ptr() % 4 else codes).view(torch.int32)
-
-
-@functools.cache
-def _installed() -> bool:
-    return importlib.util.find_spec("triton") is not None
-
-
-def _interpreted() -> bool:
-    return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 @functools.cache
