@@ -393,6 +393,121 @@ def test_no_call_begins_after_half_a_reset() -> None:
     run_ranks(_half_a_reset, 2)
 
 
+def _interrupted(rank: int, dtype: torch.dtype) -> None:
+    group = _group()
+    for i in range(3):
+        group.all_reduce(torch.full((4,), i, dtype=dtype))
+    dist.barrier()
+    x = torch.ones(4, dtype=dtype)
+    if rank == 0:
+        main = threading.main_thread().ident
+        assert main is not None
+        threading.Timer(0.2, signal.pthread_kill, (main, signal.SIGINT)).start()
+        started = time.monotonic()
+        with pytest.raises(KeyboardInterrupt):
+            group.all_reduce(x)
+        assert time.monotonic() - started < 2
+    else:
+        time.sleep(0.8)
+    for _ in range(3):  # none of these may return what was meant for another call
+        with pytest.raises(CollectiveAbortedError, match="KeyboardInterrupt during all_reduce"):
+            group.all_reduce(x)
+    group.reset()
+    for i in range(3):
+        assert group.all_reduce(x * i).tolist() == [2 * i] * 4
+    group.destroy()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64], ids=["channel", "fallback"])
+def test_a_call_that_is_interrupted_ends_on_every_rank_and_no_sum_is_wrong(dtype: torch.dtype) -> None:
+    run_ranks(_interrupted, 2, dtype)
+
+
+def _cascade(rank: int) -> str:
+    """Rank 1 is killed; rank 0 ends at once when it learns of it; rank 2 and 3 look only afterwards."""
+    group = _group()
+    group.all_reduce(torch.ones(4))
+    say()
+    if rank == 1:
+        time.sleep(60)
+    if rank == 0:
+        with pytest.raises(PeerLostError, match="rank 1 died"):
+            group.all_reduce(torch.ones(4))
+        os._exit(9)
+    time.sleep(1.5)
+    with pytest.raises(PeerLostError) as e:
+        group.all_reduce(torch.ones(4))
+    group.destroy()
+    return str(e.value)
+
+
+def test_ranks_that_end_in_consequence_are_not_blamed() -> None:
+    ranks = start_ranks(_cascade, 4)
+    _kill(ranks, 1)
+    results = ranks.join()
+    assert [r.exit_code for r in results] == [9, -signal.SIGKILL, 0, 0]
+    for result in results[2:]:
+        assert "rank 1 died" in result.value
+
+
+def _killed_in_reset(rank: int) -> float:
+    group = _group()
+    group.abort("planted")
+    with pytest.raises(CollectiveAbortedError):
+        group.all_reduce(torch.ones(4))
+    say()
+    if rank == 1:
+        time.sleep(60)
+    with pytest.raises(PeerLostError, match="rank 1 died"):
+        group.reset()
+    at = time.monotonic()
+    for call in (lambda: group.all_reduce(torch.ones(4)), group.reset):
+        with pytest.raises(PeerLostError, match="rank 1 died"):
+            call()
+    group.destroy()
+    return at
+
+
+def test_a_rank_killed_while_the_others_reset_is_named() -> None:
+    ranks = start_ranks(_killed_in_reset, 3)
+    killed_at = _kill(ranks, 1)
+    results = ranks.join()
+    for rank in (0, 2):
+        assert results[rank].exit_code == 0, results[rank].trace
+        assert results[rank].value - killed_at < 2
+
+
+def _without_store(rank: int) -> None:
+    group = _group()
+    say()
+    while True:
+        try:
+            dist.distributed_c10d._get_default_store().num_keys()
+            time.sleep(0.05)
+        except dist.DistError:
+            break
+    for _ in range(3):
+        assert group.all_reduce(torch.ones(4)).tolist() == [2] * 4
+        assert group.all_reduce(torch.ones(4, dtype=torch.int64)).tolist() == [2] * 4
+    group.abort("planted")
+    with pytest.raises(CollectiveAbortedError):
+        group.all_reduce(torch.ones(4))
+    with pytest.raises(ChannelError, match="store does not answer"):
+        group.reset()
+    with pytest.raises(TpOverlapError):
+        group.all_reduce(torch.ones(4))
+    group.destroy()
+
+
+def test_without_its_store_a_group_works_on_and_cannot_be_reset() -> None:
+    ranks = start_ranks(_without_store, 2)
+    for rank in range(2):
+        ranks.wait_for(rank)
+    del ranks._store
+    results = ranks.join()
+    assert [r.exit_code for r in results] == [0, 0], [r.trace for r in results]
+
+
 def _forked(rank: int) -> None:
     group = _group()
     off = GroupCoordinator([0, 1], rank, "cpu", HostReduceConfig(max_bytes=0, copy_engine_max_bytes=0))

@@ -124,7 +124,8 @@ class Channel:
             quads = self.segment.quads
             quads[self._call_at] = self._call
             quads[self._started_at] = time.monotonic_ns()
-        except BaseException:
+        except BaseException as e:
+            self.interrupted(e)
             self._busy.release()
             raise
         return self._call
@@ -132,6 +133,13 @@ class Channel:
     def published(self) -> None:
         """Restarts the call's clock: from here on the rank waits for its peers alone."""
         self.segment.quads[self._started_at] = time.monotonic_ns()
+
+    def interrupted(self, error: BaseException) -> None:
+        """To be called when the call under way ends with an exception, such as Ctrl-C: ends it on every rank.
+
+        After half a call this rank's counters do not fit its peers', and the next call would read old data.
+        """
+        self.abort(f"{type(error).__name__} during {self._own_descriptor() or 'its call'}", raised=True)
 
     def finish(self, completed: bool) -> None:
         """Ends the call. completed: whether it has read all that it needed."""

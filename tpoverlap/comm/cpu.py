@@ -110,6 +110,9 @@ class CpuProvider:
             if then is not None:
                 then()
             completed = True
+        except BaseException as e:
+            channel.interrupted(e)
+            raise
         finally:
             channel.finish(completed)
 
