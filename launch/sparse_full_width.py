@@ -10,11 +10,10 @@ TILE = 1024
 
 
 @triton.jit
-def _mask_tiles(logits, row_stride, flags, num_blocks, row_ends, BLOCK: tl.constexpr, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
+def _mask_tiles(logits, row_stride, flags, num_blocks, BLOCK: tl.constexpr, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * TILE + tl.arange(0, TILE)
-    kept = tl.load(flags + row * num_blocks + column // BLOCK) > 0
-    kept &= column < tl.load(row_ends + row)
+    kept = tl.load(flags + row * num_blocks + column // BLOCK)
     tl.store(logits + row * row_stride + column, float("-inf"), mask=kept == 0)
 
 
@@ -33,13 +32,13 @@ def _score_tiles(logits, row_stride, row_ends, scores, num_blocks, BLOCK: tl.con
 def full_width_mask(
     logits: torch.Tensor, row_starts: None, row_ends: torch.Tensor, candidates: torch.Tensor, block_size: int
 ) -> None:
-    """Every column outside the candidates becomes -inf, those past a row's end too; width a multiple of 1024."""
+    """Every column outside the candidate blocks becomes -inf, past a row's end too; width a multiple of 1024."""
     rows, width = logits.shape
     blocks = width // block_size
     flags = torch.zeros(rows, blocks + 1, dtype=torch.uint8, device=logits.device)
     flags.scatter_(1, torch.where(candidates < 0, blocks, candidates).long(), 1)
     _mask_tiles[(rows, width // TILE)](
-        logits, logits.stride(0), flags, flags.stride(0), row_ends, BLOCK=block_size, TILE=TILE, num_warps=4
+        logits, logits.stride(0), flags, flags.stride(0), BLOCK=block_size, TILE=TILE, num_warps=4
     )
 
 

@@ -59,7 +59,7 @@ POINTERS = {
     "fp32": ("scale", "eps"),
 }
 TYPES = {name: kind for kind, names in POINTERS.items() for name in names}
-PLAN = {name: value for name, value in select_plan(64).constants().items() if name != "num_warps"}
+PLAN = select_plan(64).constants
 SCORER = {"HEADS": 4, "LANES": 16, "STORAGE_BLOCK": 16, "E4M3": False, "WINDOW": 64, "STAGES": 3}
 DSA = {"BLOCK": 8, "HAS_STARTS": True}
 COMPRESSION = {
@@ -78,6 +78,8 @@ BUILD = {"CIRCULAR": False, "COMPRESSED": True, "TILE": 128, "ITEMS": 128, "REQU
 CASES = {
     "dsa scores": (dsa_kernels.score_blocks, DSA | {"BLOCK_PADDED": 8, "TILE": 128, "FILL": False}, 4, 75),
     "dsa mask": (dsa_kernels.mask_rows, DSA | {"TILE": 1024, "CHUNK": 1024}, 4, 75),
+    "top-k maxima": (topk_kernels.group_maxima, PLAN | {"LANES": 512, "UNROLL": 8}, 4, 75),
+    "top-k list": (topk_kernels.list_hits, PLAN | {"TILE": 4096, "STAGES": 3, "SKIP_NEG_INF": True}, 8, 75),
     "top-k": (topk_kernels.topk_rows, PLAN | {"SHORT": 128, "BY_SCORE": True, "SKIP_NEG_INF": True}, 8, 75),
     "qsa selection": (selection_kernel.select_positions, PLAN | {"RATIO_PADDED": 4}, 8, 75),
     "qsa compression": (compression_kernel.update_caches, COMPRESSION, 1, 75),

@@ -13,13 +13,17 @@ from typing import Literal
 
 import torch
 
-from tpoverlap.attention.triton_dispatch import on_device_of, triton_serves
+from tpoverlap.attention.triton_dispatch import multiprocessors, on_device_of, triton_serves
 
 NAN_KEY = 0x7FFFFFFF
 NEG_INF_KEY = -0x7F800001
 MAX_KERNEL_K = 4096
 SHORT_ROW = 128
 """Rows of up to this many scores are sorted whole."""
+MAXIMA_LANES = 512
+"""Groups whose maxima a program takes at a time."""
+LIST_TILE = 2048
+"""Scores that a program compares with the bound at a time."""
 
 
 def order_keys(scores: torch.Tensor) -> torch.Tensor:
@@ -49,9 +53,10 @@ def topk_indices(
     lengths: int32 [rows], clamped to [0, width]. order: ``"score"`` lists the best first, ``"index"`` ascending
     indices. skip_neg_inf: columns that hold -inf are not selected. Raises ValueError for other shapes and dtypes.
 
-    On CUDA up to k = 4096 one launch, one program a row, in three steps: the k-th largest maximum of strided groups
-    bounds the k-th score from below; the few scores that reach the bound are compacted; bisection over their integer
-    keys finds the k-th one exactly. Rows are read at most twice, and only up to their length.
+    On CUDA up to k = 4096, in three launches of which the first two share a row among programs: the k-th largest
+    maximum of strided groups bounds the k-th score from below; the few scores that reach the bound are listed;
+    bisection over their integer keys finds the k-th one exactly. Rows are read twice, and only up to their length.
+    Widths of up to 2k take the last launch alone.
     """
     check_topk_arguments(scores, lengths, k)
     rows = scores.shape[0]
@@ -115,50 +120,76 @@ def check_topk_output(out: torch.Tensor | None, rows: int, k: int, device: torch
 
 @dataclass(frozen=True)
 class SelectPlan:
-    """Compile-time sizes of the selection kernel for one k.
+    """Compile-time sizes of the selection kernels for one k.
 
-    groups: strided groups whose maxima bound the k-th score, and entries of the list of scores that reach the bound.
-    k_padded: power of two >= k. tile: scores compacted at a time. unroll: groups' loads in flight. stages: tiles in
-    flight. num_warps: of a program.
+    groups: strided groups whose maxima bound the k-th score. k_padded: power of two >= k; the list holds twice as many
+    scores. num_warps: of the programs that list and finish.
     """
 
     groups: int
     k_padded: int
-    tile: int
-    unroll: int
-    stages: int
     num_warps: int
 
     @property
     def scratch_ints(self) -> int:
-        """int32 words of scratch a row."""
-        return 2 * self.groups + 2 * self.k_padded
+        """int32 words of scratch a row: header, group maxima, list, selected."""
+        return 32 + self.groups + 6 * self.k_padded
 
+    @property
     def constants(self) -> dict[str, int]:
-        """What the kernels' launches take by name."""
-        return {
-            "GROUPS": self.groups,
-            "K_PADDED": self.k_padded,
-            "TILE": self.tile,
-            "UNROLL": self.unroll,
-            "STAGES": self.stages,
-            "num_warps": self.num_warps,
-        }
+        """What every kernel takes by name."""
+        return {"GROUPS": self.groups, "K_PADDED": self.k_padded}
 
 
 @functools.cache
 def select_plan(k: int) -> SelectPlan:
-    """Sizes for k: with 4k to 8k groups, random scores leave 1.07k to 1.15k entries that reach the bound."""
+    """Sizes for k: with 4k to 8k groups, random scores leave 1.1k to 1.3k entries that reach the bound."""
     k_padded = max(16, 1 << (k - 1).bit_length())
     groups = max(1024, 4 * k_padded if k_padded >= 2048 else 8 * k_padded)
-    return SelectPlan(
-        groups=groups,
-        k_padded=k_padded,
-        tile=min(groups // 2, 4096),
-        unroll=4 if groups <= 8192 else 2,
-        stages=3,
-        num_warps=16 if groups >= 8192 else 8,
-    )
+    return SelectPlan(groups=groups, k_padded=k_padded, num_warps=16 if k_padded >= 2048 else 8)
+
+
+def list_candidates(
+    scores: torch.Tensor, lengths: torch.Tensor, k: int, plan: SelectPlan, *, skip_neg_inf: bool
+) -> torch.Tensor:
+    """Scratch int32 [rows, plan.scratch_ints] for ``select_row``, with the list of each row that needs one.
+
+    lengths: int32 or int64 [rows], clamped to [0, width]. No launch where no row of this width needs a list.
+    """
+    from tpoverlap.attention.topk_kernels import group_maxima, list_hits
+
+    rows, width = scores.shape
+    scratch = torch.empty(rows, plan.scratch_ints, dtype=torch.int32, device=scores.device)
+    if width <= 2 * plan.k_padded:
+        return scratch
+    programs = multiprocessors(scores)
+    chunks = plan.groups // MAXIMA_LANES
+    with on_device_of(scores):
+        group_maxima[(rows, min(chunks, -(-16 * programs // rows)))](
+            scores,
+            scores.stride(0),
+            lengths,
+            width,
+            scratch,
+            LANES=MAXIMA_LANES,
+            UNROLL=8,
+            num_warps=4,
+            **plan.constants,
+        )
+        list_hits[(rows, min(-(-width // LIST_TILE), -(-2 * programs // rows)))](
+            scores,
+            scores.stride(0),
+            lengths,
+            width,
+            scratch,
+            k,
+            TILE=LIST_TILE,
+            STAGES=3,
+            SKIP_NEG_INF=skip_neg_inf,
+            num_warps=plan.num_warps,
+            **plan.constants,
+        )
+    return scratch
 
 
 def _launch(
@@ -168,7 +199,7 @@ def _launch(
 
     rows, width = scores.shape
     plan = select_plan(k)
-    scratch = torch.empty(rows, plan.scratch_ints, dtype=torch.int32, device=scores.device)
+    scratch = list_candidates(scores, lengths, k, plan, skip_neg_inf=skip_neg_inf)
     with on_device_of(scores):
         topk_rows[(rows,)](
             scores,
@@ -183,5 +214,6 @@ def _launch(
             SHORT=SHORT_ROW,
             BY_SCORE=by_score,
             SKIP_NEG_INF=skip_neg_inf,
-            **plan.constants(),
+            num_warps=plan.num_warps,
+            **plan.constants,
         )

@@ -1,14 +1,16 @@
 # mypy: disable-error-code="no-untyped-def"
-"""Triton kernels of ``topk.py``: one program selects the k best of one row.
+"""Triton kernels of ``topk.py``: bound the k-th score of a row from below, list what reaches the bound, finish there.
 
-Selection by bounds: split the row into GROUPS strided groups (element i belongs to group i mod GROUPS). k groups have a
-maximum >= the k-th largest maximum b, so at least k elements are >= b, and the k-th largest element is too. Strided
-groups keep the bound tight where large scores lie side by side. Elements >= b are compacted in index order (about 1.1k
-of them for random scores; where ties or a bad distribution leave more than the list holds, the row itself takes the
-list's place), and bisection over their order keys ends at the k-th.
+The bound: split the row into GROUPS strided groups (element i belongs to group i mod GROUPS). k groups have a maximum
+>= the k-th largest maximum b, so at least k elements are >= b, and the k-th largest element is too. Strided groups
+keep the bound tight where large scores lie side by side. Any b' <= b serves as well.
 
-Scratch of a row (int32): scores of the list [GROUPS], their indices [GROUPS], then the keys and the indices of the
-selected [K_PADDED] each.
+``group_maxima`` and ``list_hits`` share a row among several programs; the list's order is then a matter of chance, its
+content is not, and ``select_row``, one program a row, chooses by score and index alone. Rows of up to 2 * K_PADDED
+scores need neither list nor bound: the first two kernels return, and ``select_row`` reads the row itself.
+
+Scratch of a row, int32: HEADER words (hits, bound, largest key), group maxima [GROUPS], keys and indices of the list
+[2 * K_PADDED] each, keys and indices of the selected [K_PADDED] each.
 """
 
 from __future__ import annotations
@@ -21,6 +23,10 @@ ABSENT = tl.constexpr(-0x80000000)
 ABSENT_RANKED = tl.constexpr(-0x8000000000000000)
 NEG_INF = tl.constexpr(-0x7F800001)
 """The key of -inf."""
+POS_INF = tl.constexpr(0x7F800000)
+LAST = tl.constexpr(0x7FFFFFFF)
+HEADER = tl.constexpr(32)
+"""A cache line, so that the counters of different rows lie apart."""
 
 
 @triton.jit
@@ -33,6 +39,12 @@ def order_key(score):
 
 
 @triton.jit
+def _score_of(key):
+    """The score with an order key up to POS_INF."""
+    return tl.where(key < 0, key ^ 0x7FFFFFFF, key).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def load_keys(scores, offsets, length):
     """Order keys of scores[offsets], ABSENT at and past the length."""
     live = offsets < length
@@ -40,7 +52,156 @@ def load_keys(scores, offsets, length):
 
 
 @triton.jit
-def count_at_least(scores, length, key, CHUNK: tl.constexpr):
+def _row_length(lengths, row, width):
+    return tl.minimum(tl.maximum(tl.load(lengths + row), 0), width).to(tl.int32)
+
+
+@triton.jit
+def row_words(GROUPS: tl.constexpr, K_PADDED: tl.constexpr):
+    """Words of a row's scratch."""
+    return HEADER + GROUPS + 6 * K_PADDED
+
+
+@triton.jit
+def _middle(low, high):
+    return low + ((high - low + 1) >> 1)
+
+
+@triton.jit
+def _narrow(keys, k, enough):
+    """Bisect the k-th largest of the keys above ABSENT: (low, count of keys >= low, count of keys above it).
+
+    Stops where that count is at most ``enough``, or at the k-th key itself; all keys where they are no more.
+    """
+    present = keys > ABSENT
+    low = tl.min(tl.where(present, keys, LAST)).to(tl.int64)
+    high = tl.max(keys).to(tl.int64)
+    # count(>= low) = num_low, count(> high) = num_above < k.
+    num_low = tl.sum(present.to(tl.int32))
+    num_above = 0
+    while (low < high) & (num_low > enough):
+        middle = _middle(low, high)
+        count = tl.sum((keys >= middle.to(tl.int32)).to(tl.int32))
+        if count >= k:
+            low = middle
+            num_low = count
+        else:
+            high = middle - 1
+            num_above = count
+    return low.to(tl.int32), num_low, num_above
+
+
+@triton.jit(do_not_specialize=["width"])
+def group_maxima(
+    scores,
+    row_stride,
+    lengths,
+    width,
+    scratch,
+    GROUPS: tl.constexpr,
+    K_PADDED: tl.constexpr,
+    LANES: tl.constexpr,
+    UNROLL: tl.constexpr,
+):
+    """Order keys of the groups' maxima; a program owns LANES groups at a time. Clears the row's count of hits."""
+    row = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
+    length = _row_length(lengths, row, width)
+    if length > 2 * K_PADDED:
+        scores += row * row_stride
+        scratch += row * row_words(GROUPS, K_PADDED)
+        if part == 0:
+            tl.store(scratch, 0)
+        lanes = tl.arange(0, LANES)
+        for chunk in range(part * LANES, GROUPS, tl.num_programs(1) * LANES):
+            # The last step of a chunk is masked; unmasked loads are as wide as the row's alignment allows.
+            whole = tl.maximum(length - chunk - LANES + GROUPS, 0) // GROUPS
+            best = tl.full([LANES], float("-inf"), tl.float32)
+            for step in tl.range(0, whole, loop_unroll_factor=UNROLL):
+                score = tl.load(scores + (chunk + step * GROUPS + lanes))
+                best = tl.maximum(best, score, propagate_nan=tl.PropagateNan.ALL)
+            at = chunk + whole * GROUPS + lanes
+            score = tl.load(scores + at, mask=at < length, other=float("-inf"))
+            best = tl.maximum(best, score, propagate_nan=tl.PropagateNan.ALL)
+            key = tl.where(chunk + lanes < length, order_key(best), ABSENT)
+            tl.store(scratch + HEADER + chunk + lanes, key)
+
+
+@triton.jit
+def _append(scores, at, live, threshold, scratch, GROUPS: tl.constexpr, K_PADDED: tl.constexpr, MASKED: tl.constexpr):
+    if MASKED:
+        score = tl.load(scores + at, mask=live, other=float("-inf"))
+    else:
+        score = tl.load(scores + at)
+    hit = (score >= threshold) | (score != score)
+    if MASKED:
+        hit &= live
+    rank = tl.atomic_add(scratch + tl.zeros_like(at), 1, mask=hit, sem="relaxed")
+    fits = hit & (rank < 2 * K_PADDED)
+    entries = scratch + HEADER + GROUPS + rank
+    tl.store(entries, order_key(score), mask=fits)
+    tl.store(entries + 2 * K_PADDED, at, mask=fits)
+
+
+@triton.jit(do_not_specialize=["width", "k"])
+def list_hits(
+    scores,
+    row_stride,
+    lengths,
+    width,
+    scratch,
+    k,
+    GROUPS: tl.constexpr,
+    K_PADDED: tl.constexpr,
+    TILE: tl.constexpr,
+    STAGES: tl.constexpr,
+    SKIP_NEG_INF: tl.constexpr,
+):
+    """List the scores that reach the bound, tiles part, part + parts, ..., and count them even if the list is full."""
+    row = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
+    length = _row_length(lengths, row, width)
+    if (length > 2 * K_PADDED) & (part * TILE < length):
+        scores += row * row_stride
+        scratch += row * row_words(GROUPS, K_PADDED)
+        maxima = tl.load(scratch + HEADER + tl.arange(0, GROUPS))
+        bound, _, _ = _narrow(maxima, k, k + k // 8)
+        if SKIP_NEG_INF:
+            bound = tl.maximum(bound, NEG_INF + 1)
+        if part == 0:
+            tl.store(scratch + 1, bound)
+            tl.store(scratch + 2, tl.max(maxima))
+        threshold = _score_of(tl.minimum(bound, POS_INF))
+        lanes = tl.arange(0, TILE)
+        whole = length // TILE
+        for tile in tl.range(part, whole, tl.num_programs(1), num_stages=STAGES):
+            at = tile * TILE + lanes
+            _append(scores, at, at < length, threshold, scratch, GROUPS, K_PADDED, False)
+        if whole % tl.num_programs(1) == part:
+            at = whole * TILE + lanes
+            _append(scores, at, at < length, threshold, scratch, GROUPS, K_PADDED, True)
+
+
+@triton.jit
+def _choose(keys, indices, k):
+    """Which of the (key, index) pairs with keys above ABSENT are the k best; all of them where they are no more."""
+    low, num_low, num_above = _narrow(keys, k, k)
+    equal = keys == low
+    last = tl.max(tl.where(equal, indices, 0))
+    if num_low > k:
+        # Ties at the k-th key: the lowest indices that make k.
+        first = last * 0
+        while first < last:
+            middle = first + ((last - first) >> 1)
+            if num_above + tl.sum((equal & (indices <= middle)).to(tl.int32)) >= k:
+                last = middle
+            else:
+                first = middle + 1
+    return (keys > ABSENT) & ((keys > low) | (equal & (indices <= last)))
+
+
+@triton.jit
+def _count_at_least(scores, length, key, CHUNK: tl.constexpr):
     """How many of scores[:length] have an order key >= key."""
     offsets = tl.arange(0, CHUNK)
     hits = tl.zeros([CHUNK], tl.int32)
@@ -50,132 +211,89 @@ def count_at_least(scores, length, key, CHUNK: tl.constexpr):
 
 
 @triton.jit
-def _middle(low, high):
-    return low + ((high - low + 1) >> 1)
-
-
-@triton.jit
-def select_row(
-    scores,
-    length,
-    scratch,
-    k,
-    GROUPS: tl.constexpr,
-    K_PADDED: tl.constexpr,
-    TILE: tl.constexpr,
-    UNROLL: tl.constexpr,
-    STAGES: tl.constexpr,
-    SKIP_NEG_INF: tl.constexpr,
-):
-    """Write keys and indices of the k best of scores[:length], or of all of them, to scratch in ascending index order.
-
-    Passes a barrier, after which the program may read them. Returns how many were selected.
-    """
-    list_scores = scratch.to(tl.pointer_type(tl.float32), bitcast=True)
-    list_indices = scratch + GROUPS
-    selected_keys = scratch + 2 * GROUPS
-    selected_indices = selected_keys + K_PADDED
-
-    source = scores
-    source_length = length
-    from_list = False
-    # Selected are the keys above `low`, and the first `num_equal` of those equal to it.
-    low = tl.full([], ABSENT, tl.int64)
-    num_equal = k
-    if length > k:
-        offsets = tl.arange(0, GROUPS)
-        maxima = load_keys(scores, offsets, length)
-        for first in tl.range(GROUPS, length, GROUPS, loop_unroll_factor=UNROLL):
-            maxima = tl.maximum(maxima, load_keys(scores, first + offsets, length))
-        highest = tl.max(maxima).to(tl.int64)
-        # Both bisections keep count(>= low) = num_low >= k and count(> high) = num_above < k.
-        low = tl.min(tl.where(maxima > ABSENT, maxima, 0x7FFFFFFF)).to(tl.int64)
-        high = highest
-        num_low = tl.sum((maxima > ABSENT).to(tl.int32))
-        num_above = 0
-        enough = k
-        if length > GROUPS:
-            enough += k // 8
-        while (low < high) & (num_low > enough):
-            middle = _middle(low, high)
-            count = tl.sum((maxima >= middle.to(tl.int32)).to(tl.int32))
-            if count >= k:
-                low = middle
-                num_low = count
-            else:
-                high = middle - 1
-                num_above = count
-
-        if length > GROUPS:
-            bound = low.to(tl.int32)
-            num_low = 0
-            lanes = tl.arange(0, TILE)
-            for first in tl.range(0, length, TILE, num_stages=STAGES):
-                at = first + lanes
-                live = at < length
-                score = tl.load(scores + at, mask=live, other=0.0)
-                hit = (live & (order_key(score) >= bound)).to(tl.int32)
-                rank = num_low + tl.cumsum(hit, 0) - 1
-                fits = (hit > 0) & (rank < GROUPS)
-                tl.store(list_scores + rank, score, mask=fits)
-                tl.store(list_indices + rank, at, mask=fits)
-                num_low += tl.sum(hit)
-            tl.debug_barrier()
-            from_list = num_low <= GROUPS
-            if from_list:
-                source = list_scores
-                source_length = num_low
-            high = highest
-            num_above = 0
-            while (low < high) & (num_low > k):
-                middle = _middle(low, high)
-                count = count_at_least(source, source_length, middle.to(tl.int32), 2 * K_PADDED)
-                if count >= k:
-                    low = middle
-                    num_low = count
-                else:
-                    high = middle - 1
-                    num_above = count
-        if num_low > k:
-            num_equal = k - num_above
-
-    threshold = low.to(tl.int32)
-    if SKIP_NEG_INF and threshold <= NEG_INF:
-        threshold = tl.full([], NEG_INF, tl.int32)
-        num_equal = 0
+def _choose_from_row(scores, length, scratch, selected, k, K_PADDED: tl.constexpr):
+    """Store the k best of a row in which more scores reach the bound than the list holds; returns k."""
+    num_low = tl.load(scratch)
+    low = tl.load(scratch + 1).to(tl.int64)
+    high = tl.load(scratch + 2).to(tl.int64)
     num_above = 0
+    while (low < high) & (num_low > k):
+        middle = _middle(low, high)
+        count = _count_at_least(scores, length, middle.to(tl.int32), 2 * K_PADDED)
+        if count >= k:
+            low = middle
+            num_low = count
+        else:
+            high = middle - 1
+            num_above = count
+    threshold = low.to(tl.int32)
+    # Selected are the keys above the threshold, and the first `num_equal` of those equal to it.
+    num_equal = k
+    if num_low > k:
+        num_equal = k - num_above
+    above_before = 0
     equal_before = 0
     lane = tl.arange(0, 2 * K_PADDED)
-    for first in range(0, source_length, 2 * K_PADDED):
+    for first in range(0, length, 2 * K_PADDED):
         at = first + lane
-        live = at < source_length
-        key = load_keys(source, at, source_length)
-        above = (live & (key > threshold)).to(tl.int32)
-        equal = (live & (key == threshold)).to(tl.int32)
+        key = load_keys(scores, at, length)
+        above = (key > threshold).to(tl.int32)
+        equal = (key == threshold).to(tl.int32)
         packed = above | (equal << 16)
         before = tl.cumsum(packed, 0) - packed
         equal_rank = equal_before + (before >> 16)
-        rank = num_above + (before & 0xFFFF) + tl.minimum(equal_rank, num_equal)
+        rank = above_before + (before & 0xFFFF) + tl.minimum(equal_rank, num_equal)
         chosen = (above > 0) | ((equal > 0) & (equal_rank < num_equal))
-        index = at
-        if from_list:
-            index = tl.load(list_indices + at, mask=live, other=0)
-        tl.store(selected_keys + rank, key, mask=chosen)
-        tl.store(selected_indices + rank, index, mask=chosen)
+        tl.store(selected + rank, key, mask=chosen)
+        tl.store(selected + K_PADDED + rank, at, mask=chosen)
         total = tl.sum(packed)
-        num_above += total & 0xFFFF
+        above_before += total & 0xFFFF
         equal_before += total >> 16
-    tl.debug_barrier()
-    return num_above + tl.minimum(equal_before, num_equal)
+    return above_before + tl.minimum(equal_before, num_equal)
 
 
 @triton.jit
-def load_selected(scratch, count, GROUPS: tl.constexpr, K_PADDED: tl.constexpr):
-    """Keys and indices [K_PADDED] that :func:`select_row` left; ABSENT and -1 behind the first ``count``."""
-    lane = tl.arange(0, K_PADDED)
-    selected = scratch + 2 * GROUPS + lane
-    keys = tl.load(selected, mask=lane < count, other=ABSENT)
-    return keys, tl.load(selected + K_PADDED, mask=lane < count, other=-1)
+def select_row(scores, length, scratch, k, GROUPS: tl.constexpr, K_PADDED: tl.constexpr, SKIP_NEG_INF: tl.constexpr):
+    """The k best of scores[:length], or all of them: keys [K_PADDED], indices [K_PADDED], how many, and whether their
+    indices ascend; ABSENT and -1 behind them. ``scratch`` is the row's, as the other kernels left it.
+    """
+    LANES: tl.constexpr = 2 * K_PADDED
+    entries = scratch + HEADER + GROUPS
+    selected = entries + 2 * LANES
+    listed = length > LANES
+    hits = length
+    if listed:
+        hits = tl.load(scratch)
+    if hits <= LANES:
+        lane = tl.arange(0, LANES)
+        if listed:
+            keys = tl.load(entries + lane, mask=lane < hits, other=ABSENT)
+            indices = tl.load(entries + LANES + lane, mask=lane < hits, other=0)
+        else:
+            keys = load_keys(scores, lane, length)
+            indices = lane
+        if SKIP_NEG_INF:
+            keys = tl.where(keys > NEG_INF, keys, ABSENT)
+        chosen = _choose(keys, indices, k)
+        place = tl.cumsum(chosen.to(tl.int32), 0) - 1
+        tl.store(selected + place, keys, mask=chosen)
+        tl.store(selected + K_PADDED + place, indices, mask=chosen)
+        count = tl.sum(chosen.to(tl.int32))
+    else:
+        count = _choose_from_row(scores, length, scratch, selected, k, K_PADDED)
+    tl.debug_barrier()
+    place = tl.arange(0, K_PADDED)
+    keys = tl.load(selected + place, mask=place < count, other=ABSENT)
+    indices = tl.load(selected + K_PADDED + place, mask=place < count, other=-1)
+    return keys, indices, count, (listed == 0) | (hits > LANES)
+
+
+@triton.jit
+def ascending(indices, count, K_PADDED: tl.constexpr):
+    """The first ``count`` indices sorted, -1 behind them."""
+    place = tl.arange(0, K_PADDED)
+    ordered = tl.sort(tl.where(place < count, indices, LAST))
+    return tl.where(place < count, ordered, -1)
 
 
 @triton.jit
@@ -215,24 +333,23 @@ def topk_rows(
     GROUPS: tl.constexpr,
     K_PADDED: tl.constexpr,
     SHORT: tl.constexpr,
-    TILE: tl.constexpr,
-    UNROLL: tl.constexpr,
-    STAGES: tl.constexpr,
     BY_SCORE: tl.constexpr,
     SKIP_NEG_INF: tl.constexpr,
 ):
+    """Indices of a row's k best, from the row or its list."""
     row = tl.program_id(0).to(tl.int64)
     scores += row * row_stride
-    scratch += row * (2 * GROUPS + 2 * K_PADDED)
+    scratch += row * row_words(GROUPS, K_PADDED)
     out += row * out_row_stride
-    length = tl.minimum(tl.maximum(tl.load(lengths + row), 0), width)
+    length = _row_length(lengths, row, width)
     if BY_SCORE and length <= SHORT:
         _sort_short(scores, length, out, out_stride, k, SHORT, K_PADDED, SKIP_NEG_INF)
     else:
-        count = select_row(scores, length, scratch, k, GROUPS, K_PADDED, TILE, UNROLL, STAGES, SKIP_NEG_INF)
-        keys, indices = load_selected(scratch, count, GROUPS, K_PADDED)
+        keys, indices, count, ordered = select_row(scores, length, scratch, k, GROUPS, K_PADDED, SKIP_NEG_INF)
         place = tl.arange(0, K_PADDED)
         if BY_SCORE:
             keys, indices = _best_first(keys, indices, place < count)
             indices = tl.where(place < count, indices, -1)
+        elif ordered == 0:
+            indices = ascending(indices, count, K_PADDED)
         tl.store(out + place.to(tl.int64) * out_stride, indices, mask=place < k)

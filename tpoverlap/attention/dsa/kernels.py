@@ -108,7 +108,8 @@ def mask_rows(
     part = tl.program_id(1).to(tl.int64)
     parts = tl.num_programs(1)
     start, end = _live_range(row_starts, row_ends, row, row_repeat, HAS_STARTS)
-    start = tl.minimum(start, width)
+    if HAS_STARTS:
+        start = tl.minimum(start, width)
     limit = tl.minimum(tl.maximum(end, 0), width)
     span = tl.cdiv(tl.cdiv(limit, TILE), parts) * TILE
     first_column = part * span
@@ -139,9 +140,18 @@ def mask_rows(
         tile_lane = tl.arange(0, TILE)
         start_column = start.to(tl.int32)
         for first in range(first_column.to(tl.int32), last_column.to(tl.int32), TILE):
-            column = first + tile_lane
-            inside = column < last_column
-            local = (column - start_column) // BLOCK - first_block
-            word = tl.load(words + (local >> 5), mask=inside & (column >= start_column), other=0)
-            dropped = inside & (((word >> (local & 31)) & 1) == 0) & (column != kept_column)
-            tl.store(logits + column.to(tl.int64) * column_stride, float("-inf"), mask=dropped)
+            # Where nothing but the block decides, neighbouring columns have one mask and are stored as vectors.
+            whole = (first >= start_column) & (first + TILE <= last_column)
+            if whole & ((kept_column < first) | (kept_column >= first + TILE)):
+                column = first + tile_lane
+                local = (column - start_column) // BLOCK - first_block
+                word = tl.load(words + (local >> 5))
+                dropped = ((word >> (local & 31)) & 1) == 0
+                tl.store(logits + column.to(tl.int64) * column_stride, float("-inf"), mask=dropped)
+            else:
+                column = first + tile_lane
+                inside = column < last_column
+                local = (column - start_column) // BLOCK - first_block
+                word = tl.load(words + (local >> 5), mask=inside & (column >= start_column), other=0)
+                dropped = inside & (((word >> (local & 31)) & 1) == 0) & (column != kept_column)
+                tl.store(logits + column.to(tl.int64) * column_stride, float("-inf"), mask=dropped)

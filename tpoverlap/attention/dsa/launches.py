@@ -5,20 +5,21 @@ from __future__ import annotations
 import torch
 
 from tpoverlap.attention.dsa.kernels import mask_rows, score_blocks
-from tpoverlap.attention.triton_dispatch import on_device_of
+from tpoverlap.attention.triton_dispatch import multiprocessors, on_device_of
 
 MASK_TILE = 1024
 """Columns a program masks at a time."""
 SCORE_TILE = 128
 """Blocks a program scores at a time, fewer where blocks are large."""
 SCORE_TILE_COLUMNS = 4096
-MIN_PARTS = 8
-MAX_PROGRAMS = 8192
+PROGRAMS = 8
+"""Programs a multiprocessor; with twice as many, starting those without a share shows in the time of short rows."""
+MIN_PARTS = 2
 
 
-def row_parts(rows: int, tiles: int) -> int:
-    """Programs a row: enough of them to fill a GPU with few rows, and 8 for the long rows of a ragged batch."""
-    return max(1, min(tiles, max(MIN_PARTS, -(-MAX_PROGRAMS // rows))))
+def row_parts(rows: int, tiles: int, programs: int) -> int:
+    """Programs a row: together at least ``programs`` where the width has work for them, and 2 for many rows."""
+    return max(1, min(tiles, max(MIN_PARTS, -(-programs // rows))))
 
 
 def block_scores(
@@ -42,7 +43,7 @@ def block_scores(
         return scores, lengths.zero_()
     block_padded = 1 << (block_size - 1).bit_length()
     tile = max(1, min(SCORE_TILE, SCORE_TILE_COLUMNS // block_padded))
-    grid = (rows, row_parts(rows, -(-num_blocks // tile)))
+    grid = (rows, row_parts(rows, -(-num_blocks // tile), PROGRAMS * multiprocessors(logits)))
     with on_device_of(logits):
         score_blocks[grid](
             logits,
@@ -76,7 +77,7 @@ def apply_candidate_mask(
     if not rows or not width:
         return
     tiles = -(-width // MASK_TILE)
-    parts = row_parts(rows, tiles)
+    parts = row_parts(rows, tiles, PROGRAMS * multiprocessors(logits))
     blocks_per_part = -(-(-(-tiles // parts) * MASK_TILE) // block_size) + 1
     words_per_part = -(-blocks_per_part // 32)
     words = torch.empty(rows * parts * words_per_part, dtype=torch.int32, device=logits.device)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 
 from tpoverlap.attention.qsa.scoring_kernel import score_segments
-from tpoverlap.attention.triton_dispatch import capability_of, on_device_of
+from tpoverlap.attention.triton_dispatch import capability_of, multiprocessors, on_device_of
 
 TILE_KEYS = 64
-MAX_PROGRAMS = 2048
+PROGRAMS = {1: 16, 2: 8, 4: 8}
+"""Programs with work a multiprocessor, by the longest segment. Rows that share keys through the cache need more in flight."""
 RUN_WINDOW = 64
 """Rows looked back at a time for the start of a request's run."""
 
@@ -28,7 +29,8 @@ def score(
     columns = out.shape[1]
     tiles = -(-columns // TILE_KEYS)
     # One program in max_segment starts a segment, the others return.
-    parts = max(1, min(tiles, -(-MAX_PROGRAMS * max_segment // rows), 65535))
+    programs = PROGRAMS[max_segment] * max_segment * multiprocessors(q)
+    parts = max(1, min(tiles, -(-programs // rows), 65535))
     e4m3 = key_cache.dtype == torch.float8_e4m3fn
     with on_device_of(q):
         score_segments[(rows, parts)](
@@ -56,6 +58,6 @@ def score(
             E4M3=e4m3,
             DIMS=16 if q.is_cuda and capability_of(q) < (8, 0) else 128,
             WINDOW=RUN_WINDOW,
-            STAGES=3,
+            STAGES=2,
             num_warps=2,
         )

@@ -6,7 +6,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tpoverlap.attention.topk_kernels import load_selected, select_row
+from tpoverlap.attention.topk_kernels import ascending, row_words, select_row
 
 
 @triton.jit(do_not_specialize=["num_columns", "top_k", "ratio"])
@@ -26,9 +26,6 @@ def select_positions(
     out_stride,
     GROUPS: tl.constexpr,
     K_PADDED: tl.constexpr,
-    TILE: tl.constexpr,
-    UNROLL: tl.constexpr,
-    STAGES: tl.constexpr,
     RATIO_PADDED: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -41,11 +38,12 @@ def select_positions(
     count = tl.minimum(visible, top_k)
     blocks = place
     if scored > top_k:
-        scratch += row * (2 * GROUPS + 2 * K_PADDED)
-        count = select_row(
-            scores + row * score_stride, scored, scratch, top_k, GROUPS, K_PADDED, TILE, UNROLL, STAGES, False
+        scratch += row * row_words(GROUPS, K_PADDED)
+        _, blocks, count, ordered = select_row(
+            scores + row * score_stride, scored, scratch, top_k, GROUPS, K_PADDED, False
         )
-        _, blocks = load_selected(scratch, count, GROUPS, K_PADDED)
+        if ordered == 0:
+            blocks = ascending(blocks, count, K_PADDED)
 
     out += row * out_row_stride
     inner = tl.arange(0, RATIO_PADDED)

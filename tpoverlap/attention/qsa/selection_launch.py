@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from tpoverlap.attention.qsa.selection_kernel import select_positions
-from tpoverlap.attention.topk import select_plan
+from tpoverlap.attention.topk import list_candidates, select_plan
 from tpoverlap.attention.triton_dispatch import on_device_of
 
 
@@ -24,7 +24,7 @@ def select(
         return
     rows, columns = scores.shape
     plan = select_plan(top_k)
-    scratch = torch.empty(rows, plan.scratch_ints, dtype=torch.int32, device=scores.device)
+    scratch = list_candidates(scores, visible_blocks, top_k, plan, skip_neg_inf=False)
     with on_device_of(scores):
         select_positions[(rows,)](
             scores,
@@ -40,5 +40,6 @@ def select(
             out,
             *out.stride(),
             RATIO_PADDED=1 << (compress_ratio - 1).bit_length(),
-            **plan.constants(),
+            num_warps=plan.num_warps,
+            **plan.constants,
         )
