@@ -123,12 +123,12 @@ def calls_of_turn(num_bytes: int, dtype: torch.dtype, ranks: int) -> int:
 class Payload:
     """Random values that every rank can make for every rank. x: this rank's, to be reduced; out: for the result."""
 
-    def __init__(self, world: World, dtype: torch.dtype, num_bytes: int) -> None:
+    def __init__(self, world: World, dtype: torch.dtype, num_bytes: int, device: torch.device | str = "cpu") -> None:
         self.num_bytes = num_bytes
         self._world = world
         self._dtype = dtype
         self._count = num_bytes // dtype.itemsize
-        self._values = self._of_rank(world.rank)
+        self._values = self._of_rank(world.rank).to(device)
         self.x = self._values.clone()
         self.out = torch.empty_like(self.x)
 
@@ -142,7 +142,7 @@ class Payload:
         total = self._of_rank(0).to(working)
         for rank in range(1, self._world.size):
             total += self._of_rank(rank).to(working)
-        self._require(torch.equal(got, total.to(self._dtype)), "differs from the sum in rank order")
+        self._require(torch.equal(got.cpu(), total.to(self._dtype)), "differs from the sum in rank order")
 
     def check_close(self, got: torch.Tensor) -> None:
         """Within the rounding of one addition a rank, whatever their order."""
@@ -153,7 +153,9 @@ class Payload:
             total += part
             magnitude += part.abs()
         allowed = magnitude * (self._world.size * torch.finfo(self._dtype).eps)
-        self._require(bool(((got - total).abs() <= allowed).all()), "is further from the sum than rounding explains")
+        self._require(
+            bool(((got.cpu() - total).abs() <= allowed).all()), "is further from the sum than rounding explains"
+        )
 
     def _of_rank(self, rank: int) -> torch.Tensor:
         generator = torch.Generator().manual_seed(1_000_003 * rank + self._count)

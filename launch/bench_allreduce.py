@@ -6,6 +6,8 @@
 All arms run in the same processes, in turn. A turn begins at a barrier with an input that has just been written; its
 time is that of one call (several back to back where the payload is small) on the slowest rank. On CPU tensors the
 peer is gloo; "copy + add" is what a rank's memory takes to copy the payload once and to add it once, with no waiting.
+On CUDA tensors it is NCCL, eager and in graphs, where each rank has a GPU of its own; say NCCL_P2P_DISABLE=1 to see
+the machines that this is for.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ from job_world import JobError, World
 from tpoverlap.errors import TpOverlapError
 
 SIZES = "4KiB 16KiB 64KiB 256KiB 1MiB 4MiB 8MiB 16MiB 64MiB"
+GPU_SIZES = "2KiB 8KiB 64KiB 256KiB 1MiB 4MiB 8192000 16384000 32MiB 64MiB"
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 PLOT_FORMATS = (".png", ".svg", ".pdf")
 _SCALES = {"": 1, "B": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
@@ -42,6 +45,7 @@ class Options:
 
     sizes: tuple[int, ...]
     ranks: tuple[int, ...]
+    device: str
     dtype: str
     repetitions: int
     warmup: int
@@ -53,7 +57,7 @@ class Options:
 def main() -> int:
     """Returns the exit status: 1 for an error, a wrong result or, with --gates, a goal that was not reached."""
     options = parse_options()
-    kind = CpuContests
+    kind = contests_of(options.device)
     try:
         if options.plot:
             require_packages("matplotlib")
@@ -66,6 +70,14 @@ def main() -> int:
         if not isinstance(error, JobError) or error.reporter == int(os.environ.get("RANK", "0")):
             print(f"bench_allreduce: {error}", file=sys.stderr, flush=True)
         return 1
+
+
+def contests_of(device: str) -> type[Contests]:
+    if device == "cpu":
+        return CpuContests
+    from allreduce_gpu import GpuContests
+
+    return GpuContests
 
 
 def start_ranks(ranks: int, options: Options, kind: type[Contests]) -> list[Measurement]:
@@ -147,11 +159,13 @@ def report(options: Options, kind: type[Contests], measurements: Sequence[Measur
 
 def parse_options(arguments: Sequence[str] | None = None) -> Options:
     parser = argparse.ArgumentParser(
-        description="Time all-reduce of CPU tensors through the shared-memory channel against gloo."
+        description="Time all-reduce through host memory against gloo (CPU tensors) or NCCL (CUDA tensors)."
     )
     add = parser.add_argument
-    add("--sizes", nargs="+", default=SIZES.split(), metavar="SIZE", help=f"payloads of a rank (default: {SIZES})")
-    add("--ranks", nargs="+", type=int, metavar="N", help="how many to start, one after the other (default: 2 4 8)")
+    add("--device", choices=("cpu", "cuda"), default="cpu", help="where the tensors lie (default: cpu)")
+    sizes_help = f"payloads of a rank (default: {SIZES}; cuda: {GPU_SIZES})"
+    add("--sizes", nargs="+", metavar="SIZE", help=sizes_help)
+    add("--ranks", nargs="+", type=int, metavar="N", help="how many to start (default: 2 4 8; cuda: 2)")
     add("--dtype", choices=tuple(DTYPES), default="float32", help="default: float32")
     add("--repetitions", type=int, default=30, metavar="N", help="turns of each arm (default: 30)")
     add("--warmup", type=int, default=5, metavar="N", help="turns before them that do not count (default: 5)")
@@ -162,7 +176,9 @@ def parse_options(arguments: Sequence[str] | None = None) -> Options:
     under_torchrun = "RANK" in os.environ
     if given.ranks and under_torchrun:
         parser.error("--ranks starts ranks, and torchrun has started them already: give one of both")
-    ranks = () if under_torchrun else tuple(given.ranks or (2, 4, 8))
+    if given.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda needs a GPU, and torch sees none here")
+    ranks = () if under_torchrun else tuple(given.ranks or ((2,) if given.device == "cuda" else (2, 4, 8)))
     if not all(2 <= n <= 8 for n in ranks):
         parser.error(f"--ranks {' '.join(map(str, ranks))} is not supported: give numbers from 2 to 8")
     if under_torchrun and not 2 <= int(os.environ["WORLD_SIZE"]) <= 8:
@@ -175,10 +191,13 @@ def parse_options(arguments: Sequence[str] | None = None) -> Options:
     if given.plot is not None and given.plot.suffix not in PLOT_FORMATS:
         parser.error(f"--plot {given.plot} is not supported: give a name that ends with {', '.join(PLOT_FORMATS)}")
     try:
-        sizes = tuple(parse_size(text, DTYPES[given.dtype].itemsize) for text in given.sizes)
+        texts = given.sizes or (GPU_SIZES if given.device == "cuda" else SIZES).split()
+        sizes = tuple(parse_size(text, DTYPES[given.dtype].itemsize) for text in texts)
     except ValueError as error:
         parser.error(str(error))
-    return Options(sizes, ranks, given.dtype, given.repetitions, given.warmup, given.json, given.plot, given.gates)
+    return Options(
+        sizes, ranks, given.device, given.dtype, given.repetitions, given.warmup, given.json, given.plot, given.gates
+    )
 
 
 def parse_size(text: str, multiple: int) -> int:

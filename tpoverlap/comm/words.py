@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import os
 import platform
+import time
 
 from tpoverlap.errors import ChannelError
 
@@ -20,6 +22,7 @@ _MEMBARRIER_PRIVATE_EXPEDITED, _MEMBARRIER_REGISTER_PRIVATE_EXPEDITED = 1 << 3, 
 # (futex, membarrier) system call numbers.
 _SYSCALLS = {"x86_64": (202, 324), "AMD64": (202, 324), "aarch64": (98, 283)}
 _SPIN = 100
+_YIELD_S = 100e-6
 _ALL_WAITERS = 0x7FFF_FFFF
 
 
@@ -89,6 +92,14 @@ class SharedWords:
             if ((words[index] - target) & MASK) < _HALF:
                 if self._needs_fence:
                     self._fence()
+                return True
+        # A core that sleeps takes long to wake, on virtual machines above all. Yielding lets the other threads of this
+        # process, and of a peer that shares the core, go on meanwhile.
+        give_up_s = time.perf_counter() + _YIELD_S
+        while time.perf_counter() < give_up_s:
+            os.sched_yield()
+            if ((words[index] - target) & MASK) < _HALF:
+                self._fence()
                 return True
         timeout = _Timespec(int(slice_s), int(slice_s % 1 * 1e9))
         value = words[index]

@@ -1,0 +1,163 @@
+"""The arms of bench_allreduce.py on CUDA tensors: ours and NCCL, eager and in graphs, and what the links take."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import ClassVar
+
+import torch
+import torch.distributed as dist
+from allreduce_contest import Contest, Ratio, WrongResultError
+from allreduce_cpu import Payload, calls_of_turn
+from bench_common import Arm, on_gpu
+from job_world import World
+
+from tpoverlap.comm import GroupCoordinator
+from tpoverlap.config import HostReduceConfig
+
+OURS, OURS_IN_GRAPH = "tpoverlap", "tpoverlap, graph"
+NCCL, NCCL_IN_GRAPH = "NCCL", "NCCL, graph"
+DUPLEX = "full-duplex copy"
+# Time over another arm's that is to be reached on two ranks with a GPU each and no peer access, from a payload on.
+_GOALS: dict[tuple[str, str], list[tuple[int, float]]] = {
+    (OURS, DUPLEX): [(8_000_000, 1.08), (16_000_000, 1.0)],
+    (OURS, NCCL): [(8_000_000, 0.88), (16_000_000, 0.84), (32_000_000, 0.76)],
+    (OURS_IN_GRAPH, NCCL_IN_GRAPH): [(2 << 10, 0.60), (8 << 10, 0.55), ((256 << 10) + 1, float("inf"))],
+}
+
+
+class GpuContests:
+    """Both transports in the same processes. Ranks that share a GPU have no NCCL to be compared with."""
+
+    what: ClassVar[str] = "allreduce-gpu"
+    subject: ClassVar[str] = "CUDA tensors"
+    notes: ClassVar[tuple[str, ...]] = (
+        "Every result was checked on every rank before it was timed: ours bit for bit against the sum in rank order, "
+        "NCCL's within rounding.",
+        "A turn begins at a barrier with an input that has just been written; calls follow each other on one stream. "
+        "Outputs are reused: ours writes out=, NCCL works in place.",
+        "full-duplex copy: every rank copies the payload from its GPU to pinned memory and another one back, as single "
+        "large copies, all at the same time.",
+    )
+
+    def __init__(self, world: World, dtype: torch.dtype) -> None:
+        gpus = torch.cuda.device_count()
+        self._device = torch.device("cuda", world.local_rank % gpus)
+        torch.cuda.set_device(self._device)
+        self._world = world
+        self._dtype = dtype
+        self._config = HostReduceConfig()
+        self._group = GroupCoordinator(
+            range(world.size), world.local_rank, self._device, self._config, unique_name="bench_allreduce"
+        )
+        self._has_nccl = gpus >= world.local_size
+        self._up, self._down = torch.cuda.Stream(), torch.cuda.Stream()
+
+    def contest(self, num_bytes: int) -> Contest:
+        payload = Payload(self._world, self._dtype, num_bytes, self._device)
+        x, out = payload.x, payload.out
+
+        def ours() -> None:
+            self._group.all_reduce(x, out=out)
+
+        def nccl() -> None:
+            dist.all_reduce(x, group=self._group.device_group)
+
+        def check_ours(run: Callable[[], None]) -> Callable[[], None]:
+            def check() -> None:
+                out.fill_(torch.nan)
+                run()
+                payload.check_bits(out)
+
+            return check
+
+        def check_nccl(run: Callable[[], None], calls: int) -> Callable[[], None]:
+            def check() -> None:
+                run()
+                x.div_(self._world.size ** (calls - 1))
+                payload.check_close(x)
+
+            return check
+
+        calls = calls_of_turn(num_bytes, self._dtype, self._world.size)
+        arms = [self._arm(OURS, ours, check_ours(ours), payload, calls)]
+        graph = self._captured(ours, calls)
+        arms.append(self._arm(OURS_IN_GRAPH, graph, check_ours(graph), payload, 1, calls))
+        if self._has_nccl:
+            arms.append(self._arm(NCCL, nccl, check_nccl(nccl, 1), payload, calls))
+            graph = self._captured(nccl, calls)
+            arms.append(self._arm(NCCL_IN_GRAPH, graph, check_nccl(graph, calls), payload, 1, calls))
+        floors = []
+        if num_bytes > self._config.max_bytes:
+            arms.append(self._duplex(payload, calls))
+            floors.append(DUPLEX)
+        names = {arm.name for arm in arms}
+        ratios = [Ratio(a, b, self._goal(a, b, num_bytes)) for a, b in _GOALS if a in names and b in names]
+        return Contest(arms, ratios, floors)
+
+    def close(self) -> None:
+        self._group.destroy()
+
+    def _goal(self, ours: str, against: str, num_bytes: int) -> float | None:
+        if self._world.size != 2 or not self._has_nccl:
+            return None
+        reached = [goal for least, goal in _GOALS[ours, against] if num_bytes >= least]
+        return reached[-1] if reached and reached[-1] != float("inf") else None
+
+    def _captured(self, call: Callable[[], None], calls: int) -> Callable[[], None]:
+        for _ in range(2):
+            call()
+        torch.cuda.synchronize()
+        dist.barrier()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for _ in range(calls):
+                call()
+        return graph.replay
+
+    def _duplex(self, payload: Payload, calls: int) -> Arm:
+        source = payload.x
+        sent = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
+        held = torch.empty_like(sent, pin_memory=True).copy_(source)
+        received = torch.empty_like(source)
+
+        def copy() -> None:
+            current = torch.cuda.current_stream()
+            for stream, target, origin in ((self._up, sent, source), (self._down, received, held)):
+                stream.wait_stream(current)
+                with torch.cuda.stream(stream):
+                    target.copy_(origin, non_blocking=True)
+            current.wait_stream(self._up)
+            current.wait_stream(self._down)
+
+        def check() -> None:
+            copy()
+            torch.cuda.synchronize()
+            if not (torch.equal(received, source) and torch.equal(sent, source.cpu())):
+                raise WrongResultError(f"a full-duplex copy of {payload.num_bytes} B gave other bytes")
+
+        return self._arm(DUPLEX, copy, check, payload, calls)
+
+    def _arm(
+        self,
+        name: str,
+        call: Callable[[], None],
+        check: Callable[[], None],
+        payload: Payload,
+        calls: int,
+        per_call: int = 1,
+    ) -> Arm:
+        """calls: of ``call`` in a turn; per_call: all-reduces that one of them makes."""
+        timed = on_gpu(call, calls)
+
+        def checked() -> None:
+            payload.refill()
+            self._world.on_each(check)
+
+        def turn() -> float:
+            payload.refill()
+            torch.cuda.synchronize()
+            dist.barrier()
+            return timed() / per_call
+
+        return Arm(name, checked, turn)
