@@ -9,7 +9,7 @@ from tpoverlap.attention.triton_dispatch import capability_of, multiprocessors, 
 
 TILE_KEYS = 64
 PROGRAMS = {1: 16, 2: 8, 4: 8}
-"""Programs with work a multiprocessor, by the longest segment. Rows that share keys through the cache need more in flight."""
+"""Programs with work a multiprocessor, by longest segment; rows that share keys only through the cache need more."""
 RUN_WINDOW = 64
 """Rows looked back at a time for the start of a request's run."""
 
