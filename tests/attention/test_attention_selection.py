@@ -14,6 +14,7 @@ from attention_cases import make_case, solve
 from tpoverlap.attention import (
     PREFILL_BACKENDS,
     PrefillRequest,
+    api,
     flash_attn,
     flashinfer,
     library,
@@ -22,6 +23,7 @@ from tpoverlap.attention import (
     select_decode_backend,
     select_prefill_backend,
 )
+from tpoverlap.attention.arguments import vector_rows
 from tpoverlap.attention.triton import common
 from tpoverlap.errors import UnsupportedError
 
@@ -66,11 +68,62 @@ def test_turing_is_preferred_where_it_serves():
         ({"batch_invariant": True}, "batch invariant"),
         ({"softcap": 30.0}, "softcap"),
         ({"head_dim": 128}, "head_dim"),
+        ({"vector_rows": False}, "16-byte aligned"),
         ({"capability": (8, 6)}, "capability 7.5"),
     ):
         selection = select_prefill_backend(dataclasses.replace(TURING, **change), required=("packed_prefill",))
         assert selection.name == "triton"
         assert any(reason in given for given in selection.rejections["turing"])
+
+
+@pytest.mark.parametrize("cache", ["k_cache", "v_cache"])
+@pytest.mark.parametrize(
+    ("layout", "shift", "served"),
+    [
+        ("plain", 0, True),
+        ("plain", 8, True),
+        ("interleaved", 0, True),
+        ("heads", 0, True),
+        ("plain", 1, False),
+        ("plain", 4, False),
+        ("strided", 0, False),
+    ],
+)
+def test_the_rows_of_both_caches_decide_whether_16_byte_loads_serve(monkeypatch, cache, layout, shift, served):
+    """One cache of the layout, whose first row lies shift elements behind a 16-byte boundary."""
+    case = make_case(4, [(70, 90)], dtype=torch.float16, layout=layout)
+    good = make_case(4, [(70, 90)], dtype=torch.float16)
+    mixed = dataclasses.replace(good, **{cache: _shifted(getattr(case, cache), shift)})
+    asked = []
+
+    def select(request, **options):
+        asked.append(request.vector_rows)
+        return select_prefill_backend(request, **options)
+
+    monkeypatch.setattr(api, "select_prefill_backend", select)
+    paged_prefill(*mixed.prefill)
+    assert asked == [served]
+
+
+def _shifted(x, elements):
+    """The same values and strides, in a new storage of which the first elements are unused."""
+    storage = x.new_empty(elements + sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True)) + 1)
+    return storage.as_strided(x.shape, x.stride(), elements).copy_(x)
+
+
+@pytest.mark.parametrize(
+    ("shape", "strides", "served"),
+    [
+        ((2, 16, 1, 256), (2**31 - 8, 256, 256, 1), True),
+        ((2, 16, 1, 256), (2**31, 256, 256, 1), False),  # blocks 4 GiB apart
+        ((1, 16, 1, 256), (2**31, 256, 3, 1), True),  # strides that nothing is reached by
+        ((2, 16, 1, 256), (256, 2**31, 256, 1), False),
+        ((2, 16, 2, 256), (8192, 512, 260, 1), False),
+        ((2, 16, 2, 256), (8192, 1, 4096, 16), False),  # a row's elements are not adjacent
+    ],
+)
+def test_strides_that_16_byte_loads_serve(shape, strides, served):
+    assert vector_rows(torch.empty_strided(shape, strides, dtype=torch.float16, device="meta")) == served
 
 
 def test_cpu_tensors_go_to_the_reference():

@@ -50,6 +50,7 @@ def test_served(changes: dict[str, object]) -> None:
         ({"block_size": 8}, "16, 32 and 64, not 8"),
         ({"block_size": 48}, "16, 32 and 64, not 48"),
         ({"block_size": 128}, "16, 32 and 64, not 128"),
+        ({"vector_rows": False}, "16-byte aligned"),
         ({"causal": False}, "causal only"),
         ({"sliding_window": 4096}, "no sliding window"),
         ({"softcap": 30.0}, "no softcap"),

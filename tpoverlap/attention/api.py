@@ -9,7 +9,14 @@ from typing import Literal, overload
 
 import torch
 
-from tpoverlap.attention.arguments import MAX_DECODE_SPLITS, check_count, check_options, check_tensors, output_like
+from tpoverlap.attention.arguments import (
+    MAX_DECODE_SPLITS,
+    check_count,
+    check_options,
+    check_tensors,
+    output_like,
+    vector_rows,
+)
 from tpoverlap.attention.backend import PACKED_PREFILL, PrefillBackend, PrefillRequest
 from tpoverlap.attention.selection import Selection, select_decode_backend, select_prefill_backend
 
@@ -104,7 +111,10 @@ def paged_prefill(
     check_count("max_query_len", max_query_len or 0, 0)
     out = output_like(q, out)
     lse = q.new_empty(q.shape[:2], dtype=torch.float32) if return_lse else None
-    request = _request(q, k_cache, q.shape[0], sliding_window, softcap, batch_invariant, return_lse)
+    request = dataclasses.replace(
+        _request(q, k_cache, q.shape[0], sliding_window, softcap, batch_invariant, return_lse),
+        vector_rows=vector_rows(k_cache) and vector_rows(v_cache),
+    )
     if max_query_len is None:
         selection = _select_by_lengths(request, cu_seqlens_q, backend)
     else:

@@ -85,6 +85,21 @@ def check_count(name: str, value: object, low: int, high: int | None = None) -> 
         raise ValueError(f"{name} must be an int {limits}, got {value!r}")
 
 
+def aligned_rows(x: torch.Tensor, alignment: int) -> bool:
+    """Whether each row of the last dimension is contiguous and starts at a multiple of ``alignment`` bytes."""
+    strides = (
+        stride * x.element_size() for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True) if size > 1
+    )
+    return x.stride(-1) == 1 and x.data_ptr() % alignment == 0 and all(stride % alignment == 0 for stride in strides)
+
+
+def vector_rows(cache: torch.Tensor) -> bool:
+    """Whether 16-byte loads serve the rows of a cache: aligned ones, whose blocks and tokens are < 4 GiB apart."""
+    blocks_and_tokens = zip(cache.shape[:2], cache.stride()[:2], strict=True)
+    near = all(stride * cache.element_size() < 2**32 for size, stride in blocks_and_tokens if size > 1)
+    return near and aligned_rows(cache, 16)
+
+
 def output_like(q: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
     """``out`` where it fits q, else a new tensor; raises ValueError where it does not fit."""
     if out is None:

@@ -9,6 +9,7 @@ import math
 
 import torch
 
+from tpoverlap.attention.arguments import aligned_rows, vector_rows
 from tpoverlap.attention.turing.selection import CAPABILITY, HEAD_DIM
 from tpoverlap.attention.turing.splits import choose_num_splits
 from tpoverlap.cuda.device import device_facts
@@ -74,8 +75,8 @@ def paged_prefill(
         return
     attend, merge = _kernels(q.device.index)
     # Q and the output are small beside the cache: what the kernel cannot address is copied.
-    q = q if _addressable(q, 4) else q.contiguous()
-    target = out if _addressable(out, 16) else torch.empty_like(q, memory_format=torch.contiguous_format)
+    q = q if aligned_rows(q, 4) else q.contiguous()
+    target = out if aligned_rows(out, 16) else torch.empty_like(q, memory_format=torch.contiguous_format)
     grid = launch_grid(q, k_cache, block_table)
     splits = num_splits or choose_num_splits(
         count_blocks(q, k_cache, block_table.shape[0]) * grid[1],
@@ -122,7 +123,7 @@ def make_arguments(
 ) -> Arguments:
     """The kernels' argument; the tensors must outlive the launch. Raises UnsupportedError for unsuitable caches."""
     for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
-        if not _addressable(cache, 16) or not all(0 <= stride * 2 < 2**32 for stride in cache.stride()[:2]):
+        if not vector_rows(cache):
             raise UnsupportedError(
                 f"backend 'turing' needs each token's head in {name} contiguous and 16-byte aligned, with blocks and "
                 f"tokens less than 4 GiB apart; got strides {cache.stride()} (elements) at {cache.data_ptr():#x}. Lay "
@@ -179,12 +180,6 @@ def _capacity(k_cache: torch.Tensor, block_table: torch.Tensor) -> int:
     """Keys that a request can have at most."""
     num_blocks, block_size = k_cache.shape[:2]
     return min(block_table.shape[1], 2**30 // block_size) * block_size if num_blocks else 0
-
-
-def _addressable(x: torch.Tensor, alignment: int) -> bool:
-    """Each row of the last dimension is contiguous and aligned, in bytes."""
-    aligned = x.data_ptr() % alignment == 0 and all(s * x.element_size() % alignment == 0 for s in x.stride()[:-1])
-    return x.stride(-1) == 1 and aligned
 
 
 @functools.cache

@@ -36,6 +36,11 @@ def rejection_reasons(
         reasons.append(f"its cache is float16, not {_short(request.paged_dtype)}")
     if request.block_size not in BLOCK_SIZES:
         reasons.append(f"its block sizes are 16, 32 and 64, not {request.block_size}")
+    if not request.vector_rows:
+        reasons.append(
+            "it loads the cache by 16 bytes: each token's head must be contiguous and 16-byte aligned, blocks and tokens "
+            "less than 4 GiB apart"
+        )
     if not request.causal:
         reasons.append("it is causal only")
     if request.sliding_window is not None:
