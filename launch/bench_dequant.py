@@ -7,6 +7,7 @@ replayed CUDA graph, in turn with the others. A copy "of as many bytes" reads an
 from __future__ import annotations
 
 import argparse
+import ctypes
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ import torch
 import torch.nn.functional as F
 from bench_common import Arm, Comparison, alternate, on_gpu, write_json
 
+from tpoverlap.cuda.kernel import Kernel
+from tpoverlap.cuda.nvrtc import compile_cuda
 from tpoverlap.quant.nvfp4 import (
     NVFP4Tensor,
     QPN2Tensor,
@@ -31,6 +34,8 @@ from tpoverlap.quant.nvfp4.tiles import Layout, Tile, tile_for
 SHAPES = ((17408, 5120), (5120, 8704), (5120, 2560), (8192, 5120))
 ROWS = (1, 2, 4, 8)
 WEIGHT_BYTES = 0.5625
+MIN_CALLS = 24
+"""Calls of one graph: the start of a replay then weighs little in the time of a call."""
 ROW_MAJOR_TILES = (
     Tile(16, 1),
     Tile(32, 1),
@@ -46,18 +51,21 @@ ROW_MAJOR_TILES = (
     Tile(1024, 8),
 )
 QPN2_TILES = (
+    Tile(1, 2),
     Tile(2, 2),
+    Tile(2, 4),
     Tile(4, 2),
     Tile(4, 4),
+    Tile(4, 8),
     Tile(8, 4),
     Tile(8, 8),
+    Tile(8, 16),
     Tile(16, 4),
     Tile(16, 8),
     Tile(32, 4),
     Tile(32, 8),
     Tile(64, 8),
 )
-SPLITS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32)
 NAMES = {torch.float16: "FP16", torch.bfloat16: "BF16", torch.float32: "FP32"}
 Table = dict[str, object]
 
@@ -108,7 +116,7 @@ def main() -> None:
 def measure_dequantization(run: Run) -> None:
     """Both layouts and 16-bit dtypes with the device's tile, against the copy and the torch path."""
     rows: list[list[object]] = []
-    run.figures["copy_GBps_1GiB"] = round(large_copy_gbps(run), 1)
+    run.figures["copy_GBps_1GB"] = round(large_copy_gbps(run), 1)
     for shape in SHAPES:
         weights = rotated_weights(shape, run, copies_of=2 + WEIGHT_BYTES)
         packed = [to_qpn2(weight) for weight in weights]
@@ -207,6 +215,7 @@ def measure_small_batch(run: Run) -> None:
                     graph_arm("fused", fused, partial(check_product, fused[0], x, weights[0])),
                     graph_arm("dequantize + GEMM", both, partial(check_product, both[0], x, weights[0])),
                     graph_arm("dense GEMM", multiply, partial(check_product, multiply[0], x, weights[0])),
+                    empty_arm(shape[0]),
                 ]
                 label = f"{shape[0]} x {shape[1]}, {m} {NAMES[dtype]} rows"
                 result = alternate(arms, run.repetitions, label=label)
@@ -218,6 +227,7 @@ def measure_small_batch(run: Run) -> None:
                         NAMES[dtype],
                         m,
                         seconds.as_time(),
+                        result.time("empty kernel").as_time(),
                         of_copy.as_ratio(),
                         over["dequantize + GEMM"].as_ratio(),
                         over["dense GEMM"].as_ratio(),
@@ -236,6 +246,7 @@ def measure_small_batch(run: Run) -> None:
                 "dtype",
                 "rows",
                 "fused",
+                "empty kernel",
                 "of the copy's speed",
                 "speed over dequantize + GEMM",
                 "speed over dense GEMM",
@@ -248,44 +259,10 @@ def measure_small_batch(run: Run) -> None:
     run.figures["host_us_small_batch"] = host_us(partial(small_batch.linear, x, weight))
 
 
-def measure_splits(run: Run) -> None:
-    """Time of the fused kernel by the number of parts that K is cut into, BF16."""
-    rows: list[list[object]] = []
-    for shape in SHAPES:
-        weights = rotated_weights(shape, run, copies_of=WEIGHT_BYTES)
-        moved = round(WEIGHT_BYTES * shape[0] * shape[1])
-        steps = -(-shape[1] // small_batch.STEP_K)
-        counts = [splits for splits in SPLITS if splits <= steps]
-        for m in (1, 8):
-            x = torch.randn(m, shape[1], device="cuda", dtype=torch.bfloat16)
-            arms = [copy_arm(moved, len(weights))]
-            for splits in counts:
-                calls = [partial(small_batch.linear, x, weight, splits=splits) for weight in weights]
-                arms.append(graph_arm(str(splits), calls, partial(check_product, calls[0], x, weights[0])))
-            result = alternate(arms, run.repetitions, label=f"splits {shape[0]} x {shape[1]}, {m} rows")
-            slots = small_batch._kernel(0, torch.bfloat16).slots
-            chosen = small_batch.choose_splits(-(-shape[0] // small_batch.BLOCK_ROWS), steps, m, slots)
-            best = min(counts, key=lambda splits: result.time(str(splits)).median)
-            for splits in counts:
-                mark = " ".join(word for word, it in (("chosen", chosen), ("fastest", best)) if it == splits)
-                spread = result.ratio("copy", str(splits))
-                rows.append(
-                    [f"{shape[0]} x {shape[1]}", m, splits, mark, result.time(str(splits)).as_time(), spread.as_ratio()]
-                )
-    run.tables.append(
-        {
-            "title": "Parts of K, fused kernel",
-            "columns": ["weight", "rows", "parts", "", "time", "of the copy's speed"],
-            "rows": rows,
-        }
-    )
-
-
 PARTS: dict[str, Callable[[Run], None]] = {
     "dequantization": measure_dequantization,
     "tiles": measure_tiles,
     "small-batch": measure_small_batch,
-    "splits": measure_splits,
 }
 
 
@@ -306,16 +283,18 @@ def rotated_weights(shape: tuple[int, int], run: Run, *, copies_of: float) -> li
 
 
 def graph_arm(name: str, calls: Sequence[Callable[[], object]], check: Callable[[], object]) -> Arm:
-    """An arm whose turn replays a graph of all ``calls`` and returns the seconds of one."""
+    """An arm whose turn replays a graph of all ``calls``, round after round, and returns the seconds of one."""
     for call in calls[:2]:
         call()
     torch.cuda.synchronize()
+    rounds = -(-MIN_CALLS // len(calls))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        for call in calls:
-            call()
+        for _ in range(rounds):
+            for call in calls:
+                call()
     turn = on_gpu(graph.replay)
-    return Arm(name, check, lambda: turn() / len(calls))
+    return Arm(name, check, lambda: turn() / (rounds * len(calls)))
 
 
 def copy_arm(moved_bytes: int, count: int) -> Arm:
@@ -361,6 +340,20 @@ def torch_arm(weights: Sequence[NVFP4Tensor], targets: Sequence[torch.Tensor]) -
     return graph_arm("torch FP16", [partial(torch_backend.dequantize_into, *pair) for pair in pairs], check)
 
 
+def empty_arm(rows: int) -> Arm:
+    """A kernel that does nothing, with as many blocks as the fused one takes for that many rows of W."""
+    major, minor = torch.cuda.get_device_capability()
+    source = 'struct Nothing { int unused; };\nextern "C" __global__ void empty(const Nothing nothing) {}\n'
+    image = compile_cuda(source, name="empty.cu", arch=f"sm_{major}{minor}")
+    kernel = Kernel(image, "empty", torch.cuda.current_device(), block=small_batch.BLOCK_THREADS)
+    grid, argument = (-(-rows // small_batch.BLOCK_ROWS), 1, 1), _Nothing()
+    return graph_arm("empty kernel", [partial(kernel.launch, grid, argument)], lambda: None)
+
+
+class _Nothing(ctypes.Structure):
+    _fields_ = (("unused", ctypes.c_int),)
+
+
 def dequantize_and_multiply(x: torch.Tensor, weight: NVFP4Tensor, scratch: torch.Tensor) -> torch.Tensor:
     return F.linear(x, dequantize(weight, scratch.dtype, out=scratch))
 
@@ -373,8 +366,8 @@ def check_product(call: Callable[[], torch.Tensor], x: torch.Tensor, weight: NVF
 
 
 def large_copy_gbps(run: Run) -> float:
-    arm = copy_arm(1 << 30, 1)
-    return 2**30 / alternate([arm], run.repetitions, label="copy 1 GiB").time("copy").median / 1e9
+    size = 10**9  # no power of two: source and destination then differ in more than the highest bits of their addresses
+    return size / alternate([copy_arm(size, 1)], run.repetitions, label="copy 1 GB").time("copy").median / 1e9
 
 
 def host_us(function: Callable[[], object], calls: int = 200) -> float:

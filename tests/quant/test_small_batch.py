@@ -13,22 +13,6 @@ from tpoverlap.cuda.nvrtc import compile_cuda
 from tpoverlap.quant.nvfp4 import small_batch
 
 
-@pytest.mark.parametrize("row_blocks", [1, 7, 40, 136, 1187])
-@pytest.mark.parametrize("steps", [1, 5, 20, 40, 68])
-@pytest.mark.parametrize("m", [1, 8])
-@pytest.mark.parametrize("slots", [16, 288, 528])
-def test_splits_are_chosen_within_bounds_and_beat_or_equal_one(row_blocks: int, steps: int, m: int, slots: int) -> None:
-    splits = small_batch.choose_splits(row_blocks, steps, m, slots)
-    assert 1 <= splits <= steps
-    waves = -(-row_blocks * splits // slots)
-    assert waves * -(-steps // splits) <= -(-row_blocks // slots) * steps
-
-
-def test_few_row_blocks_are_split_over_the_device() -> None:
-    assert small_batch.choose_splits(row_blocks=4, steps=64, m=1, slots=528) > 8
-    assert small_batch.choose_splits(row_blocks=5280, steps=64, m=1, slots=528) == 1
-
-
 def test_cpu_inputs_are_rejected_with_the_reason() -> None:
     reason = small_batch.rejection(torch.ones(1, 32, dtype=torch.float16), random_weight(4, 32, seed=1))
     assert reason == "x is on cpu, not on a CUDA device"
@@ -50,7 +34,7 @@ def test_machine_code_has_tensor_instructions_wide_loads_and_no_spills(tmp_path:
     usage = tool("cuobjdump", "-res-usage")
     registers, stack = (int(re.search(rf"{name}:(\d+)", usage)[1]) for name in ("REG", "STACK"))  # type: ignore[index]
     assert stack == 0
-    assert registers <= 128  # four blocks on an SM
+    assert registers <= 64  # four blocks of 256 threads on an SM
     code = tool("nvdisasm", "-c")
     assert re.search(r"HMMA\.16816" if arch != "sm_75" else r"HMMA\.1688", code)
     assert "LDG.E.128" in code

@@ -5,15 +5,21 @@
 // a row with one instruction and needs neither shared memory nor shuffles. Code * scale is exact in FP16 and in BF16 (6
 // significant bits), so nothing is rounded before the FP32 sum; the global scale is applied to the sum.
 //
+// The warps of a block share its rows of W and take steps of k in turn; their sums meet in shared memory, so no block
+// waits for another. A launch lasts a few microseconds, so fetching instructions counts: the loop holds one step, whose
+// successor is on its way in registers, and gains its bytes in flight from many warps. x stays in the L1 cache.
+//
 // Compiled with BF16 = 0 or 1 for the type of x, bias and y.
 
 typedef unsigned int u32;
 
 constexpr int kTileRows = 16;       // rows of one mma
-constexpr int kTilesPerWarp = 2;
-constexpr int kWarps = 4;
-constexpr int kBlockRows = kTileRows * kTilesPerWarp * kWarps;
-constexpr int kRowsPerThread = 2 * kTilesPerWarp;
+constexpr int kTiles = 1;           // of a block
+constexpr int kWarps = 8;
+constexpr int kBlocksPerSm = 4;
+constexpr int kBlockRows = kTileRows * kTiles;
+constexpr int kRowsPerThread = 2 * kTiles;
+constexpr int kMaxRows = 8;         // of x: columns of one mma
 constexpr int kThreadK = 32;        // k that a thread takes per step
 constexpr int kStepK = 4 * kThreadK;
 
@@ -24,13 +30,9 @@ struct Arguments {
     const void* x;                   // [m, k], rows 16-byte aligned
     const void* bias;                // [n] or null
     void* y;                         // [m, n]
-    float* partial;                  // [row blocks, splits, m, kBlockRows] if splits > 1
-    u32* arrivals;                   // [row blocks], zero before and after, if splits > 1
     long long n;
     int k;                           // multiple of 32
     int m;                           // 1 to 8
-    int splits;                      // = gridDim.y, parts of k
-    int steps_per_split;
     int global_scale_stride;         // 1 where it is per row, else 0
 };
 
@@ -51,42 +53,52 @@ constexpr float kUnscale = 512.0f;     // code * 2^-126 times scale * 2^117
 constexpr float kUnscale = 16384.0f;   // code * 2^-14 times scale
 #endif
 
+// Bits of a where the mask is set, of b elsewhere: one instruction.
+__device__ __forceinline__ u32 select_bits(u32 mask, u32 a, u32 b) {
+    u32 selected;
+    asm("lop3.b32 %0, %1, %2, %3, 0xE4;" : "=r"(selected) : "r"(a), "r"(b), "r"(mask));
+    return selected;
+}
+
 // Four pairs of a word's eight codes: pairs[j] holds nibbles j and j + 4.
 __device__ __forceinline__ void decode_word(u32 word, u32 pairs[4]) {
 #if BF16
-    const u32 sign = 0x80008000u, magnitude = 0x01C001C0u;
-    pairs[0] = ((word << 12) & sign) | ((word << 6) & magnitude);
-    pairs[1] = ((word << 8) & sign) | ((word << 2) & magnitude);
-    pairs[2] = ((word << 4) & sign) | ((word >> 2) & magnitude);
-    pairs[3] = (word & sign) | ((word >> 6) & magnitude);
+    // Rotated by 6, the sign of a nibble stands 7 above its exponent, as in a BF16; beside the magnitudes of the other
+    // byte of each half they do not overlap, so that a pair is one shift and one mask away.
+    const u32 signs = __funnelshift_l(word, word, 6);
+    const u32 low = select_bits(0x00FF00FFu, word, signs), high = select_bits(0xFF00FF00u, word, signs);
+    const u32 code = 0x81C081C0u;
+    pairs[0] = (low << 6) & code;
+    pairs[1] = (low << 2) & code;
+    pairs[2] = __funnelshift_r(high, high, 2) & code;
+    pairs[3] = __funnelshift_r(high, high, 6) & code;
 #else
     // The high byte of an FP16 holds all of a code, so four codes are moved into place at once, a byte each.
-    const u32 sign = 0x80808080u, magnitude = 0x0E0E0E0Eu;
-    const u32 even = ((word << 4) & sign) | ((word << 1) & magnitude);
-    const u32 odd = (word & sign) | ((word >> 3) & magnitude);
-    pairs[0] = __byte_perm(even, 0, 0x2404);
-    pairs[1] = __byte_perm(odd, 0, 0x2404);
-    pairs[2] = even & 0xFF00FF00u;
-    pairs[3] = odd & 0xFF00FF00u;
+    const u32 even = select_bits(0x80808080u, word << 4, word << 1);
+    const u32 odd = select_bits(0x80808080u, word, word >> 3);
+    const u32 code = 0x8E008E00u;
+    pairs[0] = (even << 8) & code;
+    pairs[1] = (odd << 8) & code;
+    pairs[2] = even & code;
+    pairs[3] = odd & code;
 #endif
 }
 
-// Two E4M3 bytes to two 16-bit floats: scale (FP16) or scale * 2^117 (BF16), exactly; NaN stays NaN.
+// Two E4M3 bytes to two 16-bit floats: scale (FP16) or scale * 2^117 (BF16), exactly, but for NaN.
 __device__ __forceinline__ u32 decode_scales(u32 bytes) {
     const u32 high = __byte_perm(bytes, 0, 0x1404);
 #if BF16
-    u32 pair = (high & 0x80008000u) | ((high >> 4) & 0x07F007F0u);
-    pair = multiply_pair(multiply_pair(pair, 0x7B807B80u), 0x7A007A00u);  // 2^120, 2^117
+    const u32 pair = (high & 0x80008000u) | ((high >> 4) & 0x07F007F0u);
+    return multiply_pair(multiply_pair(pair, 0x7B807B80u), 0x7A007A00u);  // 2^120, 2^117
 #else
-    u32 pair = (high & 0x80008000u) | ((high >> 1) & 0x3F803F80u);
-    pair = multiply_pair(pair, 0x5C005C00u);  // 2^8
+    const u32 pair = (high & 0x80008000u) | ((high >> 1) & 0x3F803F80u);
+    return multiply_pair(pair, 0x5C005C00u);  // 2^8
 #endif
-    if (((bytes & 0x7F7Fu) + 0x0101u) & 0x8080u) {
-        if ((bytes & 0x7Fu) == 0x7Fu) pair |= 0x00007FFFu;
-        if ((bytes & 0x7F00u) == 0x7F00u) pair |= 0x7FFF0000u;
-    }
-    return pair;
 }
+
+// Sets the highest bit of the bytes that are a NaN in E4M3; the other bits are of no meaning.
+__device__ __forceinline__ u32 mark_nan(u32 bytes) { return (bytes & 0x7F7F7F7Fu) + 0x01010101u; }
+constexpr u32 kNanMarks = 0x80808080u;
 
 __device__ __forceinline__ void multiply_accumulate(float c[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
 #if BF16
@@ -132,35 +144,31 @@ __device__ __forceinline__ unsigned short round_to_16_bits(float value) {
     return bits;
 }
 
-__device__ __forceinline__ void store(const Arguments& a, int m, long long row, float sum) {
-    float value = sum * kUnscale * a.global_scale[row * a.global_scale_stride];
-    if (a.bias != nullptr) value += to_float(a.bias, row);
-    static_cast<unsigned short*>(a.y)[m * a.n + row] = round_to_16_bits(value);
-}
-
-// What a thread needs for one step: 32 k of each of its rows of W, and of its row of x.
+// What a thread needs of the weight for one step: 32 k of each of its rows.
 struct Step {
     uint4 codes[kRowsPerThread];
     u32 scales[kRowsPerThread];
-    uint4 x[4];
 };
 
 __device__ __forceinline__ u32 word_of(const uint4& v, int w) {
     return w == 0 ? v.x : w == 1 ? v.y : w == 2 ? v.z : v.w;
 }
 
-__device__ __forceinline__ void accumulate(const Step& s, float sums[kTilesPerWarp][4]) {
+__device__ __forceinline__ void accumulate(const Step& s, const uint4 x[4], float sums[kTiles][4], u32 nans[kTiles]) {
     u32 scale_pairs[kRowsPerThread];
 #pragma unroll
     for (int i = 0; i < kRowsPerThread; ++i) scale_pairs[i] = decode_scales(s.scales[i]);
 #pragma unroll
+    for (int tile = 0; tile < kTiles; ++tile)
+        nans[tile] |= mark_nan(__byte_perm(s.scales[2 * tile], s.scales[2 * tile + 1], 0x5410));
+#pragma unroll
     for (int w = 0; w < 4; ++w) {
-        const uint4 v = s.x[w];
+        const uint4 v = x[w];
         // x in the order of decode_word's pairs
         const u32 b[4] = {__byte_perm(v.x, v.z, 0x5410), __byte_perm(v.x, v.z, 0x7632),
                           __byte_perm(v.y, v.w, 0x5410), __byte_perm(v.y, v.w, 0x7632)};
 #pragma unroll
-        for (int tile = 0; tile < kTilesPerWarp; ++tile) {
+        for (int tile = 0; tile < kTiles; ++tile) {
             u32 p[2][4];
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
@@ -175,88 +183,86 @@ __device__ __forceinline__ void accumulate(const Step& s, float sums[kTilesPerWa
     }
 }
 
-extern "C" __global__ void __launch_bounds__(32 * kWarps) nvfp4_small_batch(const Arguments a) {
+extern "C" __global__ void __launch_bounds__(32 * kWarps, kBlocksPerSm) nvfp4_small_batch(const Arguments a) {
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     const int quad = lane >> 2, in_quad = lane & 3;  // quad: row of W within 8, and row of x
     const long long block_row = static_cast<long long>(blockIdx.x) * kBlockRows;
     const int block_rows = static_cast<int>(min(static_cast<long long>(kBlockRows), a.n - block_row));
 
-    // Offsets within the block's rows fit 32 bits. Rows past the end, of W and of x, repeat one that is there: they
-    // end in sums that nobody stores.
-    u32 code_offset[kRowsPerThread], scale_offset[kRowsPerThread];
+    // Rows past the end, of W and of x, repeat one that is there: they end in sums that nobody stores.
+    const unsigned char* codes[kRowsPerThread];
+    const unsigned char* scales[kRowsPerThread];
+    const int first_k = warp * kStepK + in_quad * kThreadK;
 #pragma unroll
     for (int i = 0; i < kRowsPerThread; ++i) {
-        const int row = min(warp * kTileRows * kTilesPerWarp + quad + 8 * i, block_rows - 1);
-        code_offset[i] = row * (a.k / 2) + in_quad * (kThreadK / 2);
-        scale_offset[i] = row * (a.k / 16) + in_quad * (kThreadK / 16);
+        const long long row = block_row + min(quad + 8 * i, block_rows - 1);
+        codes[i] = a.codes + row * (a.k / 2) + first_k / 2;
+        scales[i] = a.scales + row * (a.k / 16) + first_k / 16;
     }
-    const u32 x_offset = 2 * ((quad < a.m ? quad : 0) * a.k + in_quad * kThreadK);
-    const unsigned char* const codes = a.codes + block_row * (a.k / 2);
-    const unsigned char* const scales = a.scales + block_row * (a.k / 16);
-    const unsigned char* const x = static_cast<const unsigned char*>(a.x);
+    const unsigned char* x =
+        static_cast<const unsigned char*>(a.x) + 2 * ((quad < a.m ? quad : 0) * static_cast<long long>(a.k) + first_k);
 
-    auto load = [&](int step, Step& s) {
-        const long long k = static_cast<long long>(step) * kStepK;
+    auto load = [&](Step& s) {
 #pragma unroll
         for (int i = 0; i < kRowsPerThread; ++i) {
-            s.codes[i] = load_once(codes + k / 2 + code_offset[i]);
-            s.scales[i] = __ldg(reinterpret_cast<const unsigned short*>(scales + k / 16 + scale_offset[i]));
+            s.codes[i] = load_once(codes[i]);
+            s.scales[i] = __ldg(reinterpret_cast<const unsigned short*>(scales[i]));
+            codes[i] += kWarps * (kStepK / 2);
+            scales[i] += kWarps * (kStepK / 16);
         }
+    };
+    auto load_x = [&](uint4 v[4]) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) s.x[i] = __ldg(reinterpret_cast<const uint4*>(x + 2 * k + x_offset) + i);
+        for (int i = 0; i < 4; ++i) v[i] = __ldg(reinterpret_cast<const uint4*>(x) + i);
+        x += kWarps * (kStepK * 2);
     };
 
-    float sums[kTilesPerWarp][4] = {};
-    const int first = blockIdx.y * a.steps_per_split;
+    float sums[kTiles][4] = {};
+    u32 nans[kTiles] = {};  // marks of the scales of rows quad and quad + 8, two bytes each
     const int whole_steps = a.k / kStepK;
-    const int last = min(first + a.steps_per_split, whole_steps);
-    // Two buffers in turn: the next step's loads are in flight while the current one is computed.
-    Step even, odd;
-    if (first < last) load(first, even);
-    for (int step = first; step < last; step += 2) {
-        if (step + 1 < last) load(step + 1, odd);
-        accumulate(even, sums);
-        if (step + 1 >= last) break;
-        if (step + 2 < last) load(step + 2, even);
-        accumulate(odd, sums);
+    int left = (whole_steps - warp + kWarps - 1) / kWarps;
+    Step step, next;
+    uint4 v[4];
+    if (left > 0) load(step);
+#pragma unroll 1
+    for (; left > 0; --left) {
+        load_x(v);
+        if (left > 1) load(next);
+        accumulate(step, v, sums, nans);
+        step = next;
     }
-    if (whole_steps * kStepK < a.k && blockIdx.y == a.splits - 1) {
-        // The rest of k: threads beyond it take part with zeros (a scale of zero, since 0 * NaN is no zero).
-        even = {};
-        if (whole_steps * kStepK + in_quad * kThreadK < a.k) load(whole_steps, even);
-        accumulate(even, sums);
+    // The rest of k is the next step of one warp. Threads beyond it take part with zeros: a scale of zero would not do
+    // alone, since 0 * NaN is no zero.
+    if (whole_steps * kStepK < a.k && whole_steps % kWarps == warp) {
+        Step rest = {};
+        uint4 rest_x[4] = {};
+        if (whole_steps * kStepK + in_quad * kThreadK < a.k) { load(rest); load_x(rest_x); }
+        accumulate(rest, rest_x, sums, nans);
     }
 
     // sums[tile]: rows quad and quad + 8 of the tile, each for x's rows 2 * in_quad and 2 * in_quad + 1
-    const bool whole = a.splits == 1;
-    float* partial = a.partial + (static_cast<long long>(blockIdx.x) * a.splits + blockIdx.y) * a.m * kBlockRows;
+    __shared__ float parts[kWarps][kMaxRows][kBlockRows + 4];
 #pragma unroll
-    for (int tile = 0; tile < kTilesPerWarp; ++tile)
+    for (int tile = 0; tile < kTiles; ++tile) {
+        u32 nan = nans[tile] & kNanMarks;
+        nan |= __shfl_xor_sync(0xFFFFFFFFu, nan, 1);
+        nan |= __shfl_xor_sync(0xFFFFFFFFu, nan, 2);
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            const int m = 2 * in_quad + (i & 1);
-            const int row = warp * kTileRows * kTilesPerWarp + tile * kTileRows + quad + 8 * (i >> 1);
-            if (m >= a.m) continue;
-            if (!whole) partial[m * kBlockRows + row] = sums[tile][i];
-            else if (block_row + row < a.n) store(a, m, block_row + row, sums[tile][i]);
+            const bool is_nan = nan & (i < 2 ? 0x0000FFFFu : 0xFFFF0000u);
+            parts[warp][2 * in_quad + (i & 1)][tile * kTileRows + quad + 8 * (i >> 1)] =
+                is_nan ? __int_as_float(0x7FFFFFFF) : sums[tile][i];
         }
-    if (whole) return;
-
-    // The last block of these rows adds the parts up, always in the same order.
-    __shared__ bool is_last;
-    __threadfence();
-    __syncthreads();
-    if (threadIdx.x == 0) {
-        is_last = atomicAdd(a.arrivals + blockIdx.x, 1) == a.splits - 1;
-        if (is_last) a.arrivals[blockIdx.x] = 0;
     }
     __syncthreads();
-    if (!is_last || block_row + threadIdx.x >= a.n) return;
-    __threadfence();
-    const float* parts = a.partial + static_cast<long long>(blockIdx.x) * a.splits * a.m * kBlockRows + threadIdx.x;
-    for (int m = 0; m < a.m; ++m) {
+    for (int output = threadIdx.x; output < kBlockRows * a.m; output += 32 * kWarps) {
+        const int m = output / kBlockRows, row = output % kBlockRows;
+        if (row >= block_rows) continue;
         float sum = 0.0f;
-        for (int split = 0; split < a.splits; ++split) sum += __ldcg(parts + (split * a.m + m) * kBlockRows);
-        store(a, m, block_row + threadIdx.x, sum);
+#pragma unroll
+        for (int w = 0; w < kWarps; ++w) sum += parts[w][m][row];
+        sum = sum * kUnscale * a.global_scale[(block_row + row) * a.global_scale_stride];
+        if (a.bias != nullptr) sum += to_float(a.bias, block_row + row);
+        static_cast<unsigned short*>(a.y)[m * a.n + block_row + row] = round_to_16_bits(sum);
     }
 }

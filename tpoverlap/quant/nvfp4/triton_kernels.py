@@ -75,23 +75,22 @@ def dequantize_qpn2(  # type: ignore[no-untyped-def]
 ):
     """Program (i, j) takes GROUPS consecutive groups of 16 k of the 32 rows of tile j.
 
-    words: int32 [N / 32, groups_per_row, 32 lanes, 2]. scales: uint8 [N / 32, groups_per_row, 32]. out: [N, K].
+    words: int32 [N / 32, groups_per_row, 32 lanes, 2]. scales: uint8 [N / 32, groups_per_row, 32]. out: [N, K]. Loads
+    are in the order of the output: four lanes with consecutive rows still read whole 32-byte sectors, nothing moves
+    between threads, and a row's values are written in one run.
     """
     first = tl.program_id(0) * GROUPS
     tile = tl.program_id(1).to(tl.int64)
     group = tl.arange(0, GROUPS)
     lane = tl.arange(0, 32)
-    inside = group < groups_per_row - first
+    inside = (group < groups_per_row - first)[None, :]
     base = tile * groups_per_row + first
-    in_tile = group[:, None] * 32 + lane[None, :]
-    scale = _e4m3_to_fp32(tl.load(scales + base * 32 + in_tile, mask=inside[:, None], other=0))
+    in_tile = lane[:, None] + group[None, :] * 32
+    scale = _e4m3_to_fp32(tl.load(scales + base * 32 + in_tile, mask=inside, other=0))
     half = tl.arange(0, 2)
     word = tl.load(
-        words + base * 64 + (in_tile[:, :, None] * 2 + half[None, None, :]), mask=inside[:, None, None], other=0
+        words + base * 64 + (in_tile[:, :, None] * 2 + half[None, None, :]), mask=inside[:, :, None], other=0
     )
-    # From here on lane by lane, so that a row's values are written in one run.
-    scale = tl.permute(scale, (1, 0))
-    word = tl.permute(word, (1, 0, 2))
     row = ((lane >> 2) & 3) * 8 + (lane & 3) + 4 * (lane >> 4)
     if PER_ROW:
         scale = scale * tl.load(global_scale + tile * 32 + row)[:, None]
@@ -101,4 +100,4 @@ def dequantize_qpn2(  # type: ignore[no-untyped-def]
     value = _e2m1_to_fp32(word[:, :, :, None], ((k >> 1) + 4 * (k & 1))[None, None, None, :]) * scale[:, :, None, None]
     columns = (group * 16)[None, :, None, None] + (half * 8)[None, None, :, None] + k[None, None, None, :]
     offset = (row * (groups_per_row * 16))[:, None, None, None] + columns
-    _store(out + (tile * 32 * groups_per_row + first) * 16 + offset, value, inside[None, :, None, None])
+    _store(out + (tile * 32 * groups_per_row + first) * 16 + offset, value, inside[:, :, None, None])
