@@ -370,6 +370,7 @@ DEVICE void load_global(u32& x, const int* from, bool wanted) {
     emulated::check_readable(from, 4);
     memcpy(&x, from, 4);
 }
+DEVICE void prefetch(const char* at) { emulated::check_readable(at, 1); }
 DEVICE void keep_loads_above() {}
 DEVICE void barrier_all() { emulated::synchronize(0, 256, false, 0); }
 DEVICE void barrier_all_if(bool joins) {
@@ -408,4 +409,5 @@ DEVICE u32 lanes_where(bool x) {
     return lanes;
 }
 DEVICE bool any_lane(bool x) { return lanes_where(x) != 0; }
+DEVICE int leading_zeros(u32 x) { return __builtin_clz(x); }
 DEVICE int lowest_set_bit(u32 x) { return __builtin_ctz(x); }

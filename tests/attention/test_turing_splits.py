@@ -29,9 +29,15 @@ from tpoverlap.attention.turing.launch import BLOCK_ROWS, count_blocks, launch_g
         (1, 72, 2, 2),
         (1, 72, 3, 3),
         (150, 72, 3, 3),
-        (150, 132, 3000, 4),
+        (1, 68, 3000, 4),
+        (1, 40, 3000, 4),
+        (150, 132, 3000, 7),  # 8 sevenths of a wave: more slots, more parts
+        (76, 132, 3000, 5),
+        (48, 132, 3000, 8),
+        (1, 132, 3000, 8),
         (192, 132, 3000, 2),
-        (48, 132, 3000, 2),
+        (150, 132, 447, 6),  # a seventh part would be shorter than 64 tiles
+        (48, 132, 255, 2),
         (0, 72, 3000, 1),
         (1, 72, 0, 1),
     ],
@@ -43,10 +49,16 @@ def test_table(num_ctas: int, slots: int, num_tiles: int, expected: int) -> None
 @given(st.integers(1, 5000), st.integers(1, 300), st.integers(1, 10_000))
 def test_it_is_the_smallest_of_the_best(num_ctas: int, slots: int, num_tiles: int) -> None:
     chosen = choose_num_splits(num_ctas, slots, num_tiles)
-    assert 1 <= chosen <= min(4, num_tiles)
-    waves = {s: math.ceil(num_ctas * s / slots) / s for s in range(1, min(4, num_tiles) + 1)}
+    bound = min(max(4, min(math.ceil(slots / 18), num_tiles // 64)), num_tiles)
+    assert 1 <= chosen <= bound
+    waves = {s: math.ceil(num_ctas * s / slots) / s for s in range(1, bound + 1)}
     assert waves[chosen] == pytest.approx(min(waves.values()))
     assert all(waves[s] > waves[chosen] * (1 + 1e-9) for s in range(1, chosen))
+
+
+@given(st.integers(1, 5000), st.integers(1, 72), st.integers(1, 10_000))
+def test_up_to_72_slots_there_are_at_most_four_parts(num_ctas: int, slots: int, num_tiles: int) -> None:
+    assert 1 <= choose_num_splits(num_ctas, slots, num_tiles) <= min(4, num_tiles)
 
 
 @pytest.mark.parametrize(("tokens", "blocks"), [(2048, 96), (1600, 75), (801, 38), (512, 24), (96, 5), (1, 1)])

@@ -25,8 +25,8 @@ class PrefillRequest:
 
     capability: compute capability of the query's own device, None on CPU. dtype: of the query. cache_dtype: of the
     paged cache, None: that of the query. max_query_len: most query tokens that one request brings. batch_invariant: a
-    row's bits must not depend on what else is in the batch. needs_lse: the log-sum-exp is asked for. vector_rows: 16-byte
-    loads serve both caches (:func:`~tpoverlap.attention.arguments.vector_rows`).
+    row's bits must not depend on what else is in the batch. needs_lse: the log-sum-exp is asked for. vector_rows: both
+    caches can be loaded by 16 bytes (:func:`~tpoverlap.attention.arguments.vector_rows`).
     """
 
     capability: tuple[int, int] | None

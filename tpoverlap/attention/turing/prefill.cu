@@ -117,6 +117,7 @@ DEVICE void load_global(u32& x, const int* from, bool wanted) {
                  : "l"(from), "r"(static_cast<u32>(wanted))
                  : "memory");
 }
+DEVICE void prefetch(const char* at) { asm volatile("prefetch.global.L2 [%0];" ::"l"(at)); }
 // No load issued before it can be moved past it by the assembler. The arrival is on a barrier that nobody waits for.
 DEVICE void keep_loads_above() { asm volatile("bar.arrive 15, 256;" ::: "memory"); }
 
@@ -156,6 +157,7 @@ DEVICE int shuffle(int x, int lane) { return __shfl_sync(0xffffffffu, x, lane); 
 DEVICE u32 lanes_where(bool x) { return __ballot_sync(0xffffffffu, x); }
 DEVICE bool any_lane(bool x) { return __any_sync(0xffffffffu, x); }
 DEVICE int lowest_set_bit(u32 x) { return __ffs(x) - 1; }
+DEVICE int leading_zeros(u32 x) { return __clz(x); }
 #endif
 
 DEVICE float infinity() { return from_bits(0x7f800000); }
@@ -169,6 +171,8 @@ constexpr u32 kHalfBytes = kKeys * kKeyBytes / 2;  // half a tile of K or V
 constexpr u32 kWarpBytes = kHalfBytes / 8;         // what one warp stores of it
 constexpr u32 kRingBytes = 4 * kHalfBytes;
 constexpr u32 kValues = kRingBytes;  // shared memory: the ring of K, the ring of V
+
+constexpr int kFirstChunks = 20;  // of 32, of a tile's dimensions: what a warp multiplies in the step before the softmax
 
 constexpr float kNoMaximum = -3e38f;
 constexpr float kRestExponent = 7.f;
@@ -288,8 +292,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) attend(const __grid_co
         const u32 k_lane = upper * (kKeyBytes / 2) + ((lane % 16) ^ (warp % 2 * 4 + upper)) * 16;
         const u32 v_lane = (lane ^ (warp * 2 & 7)) * 16;
         const u32 lane_offsets = k_lane | v_lane << 16;
-        // Where this warp stores in the ring at step t: in half t + 2. Packed with the hidden keys.
-        u32 ring = 2 * kHalfBytes + warp * kWarpBytes + (hidden0 << 16 | hidden1 << 24);
+        // Where this warp stores in the ring of K at step t: in half t + 3. Packed with the hidden keys.
+        u32 ring = 3 * kHalfBytes + warp * kWarpBytes + (hidden0 << 16 | hidden1 << 24);
         const auto ring_at = [&](u32 ahead) { return (ring + ahead * kHalfBytes) & (kRingBytes - 1); };
         const auto commit_k = [&]() {
             const u32 to = ring_at(0) + (lane_offsets & 0xffff);
@@ -297,7 +301,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) attend(const __grid_co
             store_shared((to + kKeyBytes) ^ 32, staged[1]);
         };
         const auto commit_v = [&]() {
-            const u32 to = kValues + ring_at(3) + (lane_offsets >> 16);
+            const u32 to = kValues + ring_at(2) + (lane_offsets >> 16);
             store_shared(to, staged[0]);
             store_shared((to + kKeyBytes) ^ 16, staged[1]);
         };
@@ -308,20 +312,20 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) attend(const __grid_co
 
         u32 b[2][4];  // fragments of K or V: those in use, and the next ones
         float s[4][4];
-        const auto load_k = [&](int half, int i) {
-            load_matrices(b[i % 2], (k_at ^ (i / 2 * 16)) + i % 2 * 128 + half * kHalfBytes);
+        // Of 32 chunks of 8 dimensions.
+        const auto load_k = [&](int i) {
+            load_matrices(b[i % 2], (k_at ^ (i / 2 % 8 * 16)) + i % 2 * 128 + i / 16 * kHalfBytes);
         };
         // `between` runs halfway: what it does falls into the time of products whose fragments are loaded.
-        const auto scores = [&](int half, const auto& between) {
-            load_k(half, 0);
+        const auto scores = [&](int from, int to, const auto& between) {  // after load_k(from)
 #pragma unroll
-            for (int i = 0; i < 16; i++) {
-                if (i < 15) load_k(half, i + 1);
-                if (i == 8) between();
-                const u32(&x)[2] = q[half * 16 + i % 2 * 8 + i / 2];
+            for (int i = from; i < to; i++) {
+                if (i + 1 < to) load_k(i + 1);
+                if (i == (from + to) / 2) between();
+                const u32(&x)[2] = q[i / 16 * 16 + i % 2 * 8 + i / 2 % 8];
 #pragma unroll
                 for (int n = 0; n < 4; n++) {
-                    if (half + i == 0)
+                    if (i == 0)
                         multiply(s[n], x[0], x[1], b[i % 2][n]);
                     else
                         multiply_add(s[n], x[0], x[1], b[i % 2][n]);
@@ -372,114 +376,136 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) attend(const __grid_co
                                        fmaxf(fmaxf(s[2][2], s[2][3]), fmaxf(s[3][2], s[3][3])));
                 rescale0 = move_maximum(m0, l0, x0);
                 rescale1 = move_maximum(m1, l1, x1);
+#pragma unroll
+                for (int i = 0; i < 64; i++) o[0][i / 4][i % 4] *= i % 4 < 2 ? rescale0 : rescale1;
                 weigh(sum0, sum1);
             }
             l0 += sum0;
             l1 += sum1;
         };
-        // A warp's weights lie in the ring of V where it will store half t + 2 of V in the next step; its rescaling factors
-        // where it will store half t + 3 of K. The other warp's lie beside them.
-        const auto weights_at = [&]() { return kValues + ring_at(0) + thread_id() % 32 * 8; };
-        const auto factors_at = [&]() { return ring_at(1) + thread_id() % 32 * 8; };
-        const auto publish = [&]() {
-#pragma unroll
-            for (int n = 0; n < 4; n++) store_shared(weights_at() + n * 256, uint2{weights[n][0], weights[n][1]});
-            if (barrier_pair_any(rescale0 != 1.f || rescale1 != 1.f)) {
-                store_shared(factors_at(), uint2{to_bits(rescale0), to_bits(rescale1)});
-                barrier_pair();
-                const uint2 other = load_shared(factors_at() ^ kWarpBytes);
-#pragma unroll
-                for (int i = 0; i < 64; i++) {
-                    o[0][i / 4][i % 4] *= i % 4 < 2 ? rescale0 : rescale1;
-                    o[1][i / 4][i % 4] *= from_bits(i % 4 < 2 ? other.x : other.y);
-                }
-            }
-        };
+        // A warp's weights lie in the ring of V where it will store half t + 2 of V in the next step, the other warp's beside
+        // them. Where a maximum has moved, the factors for the other warp's part of the output pass through there first.
+        const auto weights_at = [&]() { return kValues + ring_at(3) + thread_id() % 32 * 8; };
+        const auto store_weights = [&](int n) { store_shared(weights_at() + n * 256, uint2{weights[n][0], weights[n][1]}); };
         uint2 others[2];  // weights of the other warp's rows for 8 keys each
         const auto load_others = [&](int half) {
             const u32 at = (weights_at() ^ kWarpBytes) + half * 512;
             others[0] = load_shared(at);
             others[1] = load_shared(at + 256);
         };
+        const auto exchange = [&]() {
+            if (barrier_pair_any(rescale0 != 1.f || rescale1 != 1.f)) {
+                store_shared(weights_at(), uint2{to_bits(rescale0), to_bits(rescale1)});
+                barrier_pair();
+                const uint2 factors = load_shared(weights_at() ^ kWarpBytes);
+                barrier_pair();
+                store_weights(0);
+                barrier_pair();
+#pragma unroll
+                for (int i = 0; i < 64; i++) o[1][i / 4][i % 4] *= from_bits(i % 4 < 2 ? factors.x : factors.y);
+            }
+            load_others(0);
+        };
         const auto load_v = [&](int half, int i) {
             load_matrices_transposed(
                 b[i % 2], (v_at ^ (i % 2 * 64)) + i / 2 % 2 * 128 + i / 4 * 8 * kKeyBytes + half * kHalfBytes);
         };
-        const auto values = [&](int half, const auto& between) {  // after load_v(half, 0)
+        const auto values = [&](int half, const auto& before_others, const auto& between) {  // after load_v(half, 0)
 #pragma unroll
             for (int i = 0; i < 8; i++) {
                 if (i < 7) load_v(half, i + 1);
                 if (i == 4) between();
                 const u32(&x)[2] = weights[half * 2 + i / 4];
-                const uint2& y = others[i / 4];
 #pragma unroll
                 for (int n = 0; n < 4; n++) multiply_add(o[0][i % 4 * 4 + n], x[0], x[1], b[i % 2][n]);
+                if (i == 0) before_others();
+                const uint2& y = others[i / 4];
 #pragma unroll
                 for (int n = 0; n < 4; n++) multiply_add(o[1][i % 4 * 4 + n], y.x, y.y, b[i % 2][n]);
             }
         };
+        // All blocks of threads read the same keys at about the same time, and would wait for memory together. One in 16
+        // brings a tile into the L2 cache long before.
+        const u32 share = gridDim.x < 16 ? (1u << (31 - leading_zeros(gridDim.x))) - 1 : 15;
+        const auto look_ahead = [&](int from) {
+            if (from >= end) return;
+            const u32 id = thread_id();
+            const u32 mine = min(from + static_cast<int>(id / 4 % kKeys), last_key), slot = mine & ((1u << a.block_shift) - 1);
+            const u64 entry = min(static_cast<u32>(a.block_table[table + (mine >> a.block_shift)]), a.num_blocks - 1u);
+            const char* at = id < 128 ? k_head + entry * a.k_block + static_cast<u64>(slot) * a.k_token
+                                      : v_head + entry * a.v_block + static_cast<u64>(slot) * a.v_token;
+            prefetch(at + id % 4 * 128);
+        };
 
-        // Before step 0, and what those behind would do in it: halves 0, 1, 2 of K and 0, 1 of V are stored. Those ahead
-        // store the last ones again in step 0.
+        // Before step 0, and what those behind would do in it: halves 0 to 3 of K and 0, 1 of V are stored. Those ahead store
+        // the last ones again in step 0.
         const u32 behind = warp / 4;
         u32 step = key / 16;
-        ring -= 2 * kHalfBytes;
+        ring -= 3 * kHalfBytes;
 #pragma unroll
-        for (u32 i = 0; i < 3; i++) {
+        for (u32 i = 0; i < 4; i++) {
             look_up_k(step + i);
             fetch_k(step + i);
             commit_k();
+            if (i < 2) {
+                ring += 2 * kHalfBytes;
+                look_up_v(step + i);
+                fetch_v(step + i);
+                commit_v();
+                ring -= 2 * kHalfBytes;
+            }
             next_step();
-            if (i == 2) break;
-            look_up_v(step + i);
-            fetch_v(step + i);
-            commit_v();
         }
         step += behind;
         ring = (ring + (behind + 3) * kHalfBytes) & ~kRingBytes;
-        look_up_k(step + 2);
-        fetch_k(step + 2);
+        look_up_k(step + 3);
+        fetch_k(step + 3);
         look_up_v(step + 1);
         barrier_all();
-        scores(0, [] {});
+        load_k(0);
+        scores(0, kFirstChunks, [] {});
         barrier_all_if(behind);
+        load_k(kFirstChunks);
         for (; key < end; key += kKeys) {
             barrier_all();
-            scores(1, [&] {
+            scores(kFirstChunks, 32, [&] {
                 commit_k();
                 fetch_v(step + 1);
-                look_up_k(step + 3);
+                look_up_k(step + 4);
                 keep_loads_above();
             });
             if (key + kKeys + kRows > last_key) mask();
             softmax();
-            publish();
+#pragma unroll
+            for (int n = 0; n < 4; n++) store_weights(n);
             load_v(0, 0);
-            load_others(0);
-            values(0, [&] {
+            values(0, exchange, [&] {
                 commit_v();
-                fetch_k(step + 3);
+                fetch_k(step + 4);
                 look_up_v(step + 2);
                 keep_loads_above();
             });
             load_others(1);
             next_step();
+            if ((key / kKeys & share) == (blockIdx.x & share)) look_ahead(key + 16 * kKeys);
             barrier_all();
             load_v(1, 0);
-            values(1, [&] {
+            values(1, [] {}, [&] {
                 commit_k();
                 fetch_v(step + 2);
-                look_up_k(step + 4);
+                look_up_k(step + 5);
                 keep_loads_above();
             });
             k_at ^= 2 * kHalfBytes;
             v_at ^= 2 * kHalfBytes;
-            scores(0, [&] {
+            load_k(0);
+            scores(0, kFirstChunks, [&] {
                 commit_v();
-                fetch_k(step + 4);
+                fetch_k(step + 5);
                 look_up_v(step + 3);
                 keep_loads_above();
             });
+            load_k(kFirstChunks);
             next_step();
             step += 2;
         }

@@ -38,8 +38,8 @@ def rejection_reasons(
         reasons.append(f"its block sizes are 16, 32 and 64, not {request.block_size}")
     if not request.vector_rows:
         reasons.append(
-            "it loads the cache by 16 bytes: each token's head must be contiguous and 16-byte aligned, blocks and tokens "
-            "less than 4 GiB apart"
+            "it loads the cache by 16 bytes: each token's head must be contiguous and 16-byte aligned, blocks and "
+            "tokens less than 4 GiB apart"
         )
     if not request.causal:
         reasons.append("it is causal only")
