@@ -47,8 +47,8 @@ def main() -> None:
         for table in run.tables[first:]:
             print_table(table)
         torch.cuda.empty_cache()
-    if args.json:
-        write_json(args.json, what="sparse", tables=run.tables, figures=run.figures, notes=NOTES)
+        if args.json:  # after every part, so that a run that is stopped keeps what it measured
+            write_json(args.json, what="sparse", tables=run.tables, figures=run.figures, notes=NOTES)
 
 
 if __name__ == "__main__":
