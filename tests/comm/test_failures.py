@@ -423,6 +423,53 @@ def test_a_call_that_is_interrupted_ends_on_every_rank_and_no_sum_is_wrong(dtype
     run_ranks(_interrupted, 2, dtype)
 
 
+def _interrupted_receive(rank: int) -> None:
+    group = _group()
+    if rank == 0:
+        main = threading.main_thread().ident
+        assert main is not None
+        threading.Timer(0.2, signal.pthread_kill, (main, signal.SIGINT)).start()
+        with pytest.raises(KeyboardInterrupt):
+            group.recv((3,), torch.float32, 1)
+        with pytest.raises(CollectiveAbortedError, match="KeyboardInterrupt during recv from rank 1"):
+            group.recv((3,), torch.float32, 1)
+    else:
+        time.sleep(0.5)
+        with pytest.raises(CollectiveAbortedError, match="KeyboardInterrupt during recv from rank 1"):
+            group.send(torch.ones(3), 0)
+    group.reset()
+    if rank == 0:
+        assert group.recv((3,), torch.float32, 1).tolist() == [2, 2, 2]
+    else:
+        group.send(torch.full((3,), 2.0), 0)
+    group.destroy()
+
+
+def test_an_interrupted_receive_ends_on_every_rank() -> None:
+    run_ranks(_interrupted_receive, 2)
+
+
+def _receive_without_sender(rank: int) -> None:
+    group = _group(1.0)
+    if rank == 0:
+        started = time.monotonic()
+        with pytest.raises(CollectiveTimeoutError, match="recv from rank 1"):
+            group.recv((3,), torch.float32, 1)
+        assert time.monotonic() - started < 3
+    else:
+        time.sleep(3)
+    with pytest.raises(CollectiveTimeoutError, match="recv from rank 1"):
+        group.all_reduce(torch.ones(2))
+    dist.barrier()
+    group.reset()
+    assert group.all_reduce(torch.ones(2, dtype=torch.int64)).tolist() == [2, 2]
+    group.destroy()
+
+
+def test_a_receive_without_a_sender_is_a_timeout_and_reset_mends_it() -> None:
+    run_ranks(_receive_without_sender, 2)
+
+
 def _cascade(rank: int) -> str:
     """Rank 1 is killed; rank 0 ends at once when it learns of it; rank 2 and 3 look only afterwards."""
     group = _group()

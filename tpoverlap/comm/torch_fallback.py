@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from tpoverlap.comm.channel import Channel
 from tpoverlap.comm.cpu import CpuProvider
+from tpoverlap.comm.failure import FailureKind
 from tpoverlap.comm.provider import Call, Reason, describe
 from tpoverlap.errors import ChannelError, CollectiveTimeoutError, PeerLostError, TpOverlapError
 
@@ -114,6 +115,8 @@ class TorchProvider:
                 f"the group belongs to process {self._pid}, not to its fork {os.getpid()}: "
                 "make the group after the fork"
             )
+        if self._channel is not None:
+            self._channel.check()
         try:
             work = launch()
             if x.device.type == "cpu":
@@ -124,6 +127,11 @@ class TorchProvider:
             raise
         except RuntimeError as e:
             self._explain(e, describe(operation, x, self.name))
+        except BaseException as e:
+            if self._channel is not None:
+                # What is under way cannot be called back: a later receive would get what was meant for this one.
+                self._channel.abort(f"{type(e).__name__} during {describe(operation, x, self.name)}", raised=True)
+            raise
 
     def _group_for(self, x: torch.Tensor) -> dist.ProcessGroup:
         return self.cpu_group if x.device.type == "cpu" else self.device_group
@@ -163,9 +171,16 @@ class TorchProvider:
                     raise self._channel.failure_error() from error
                 waited.wait(_WAIT_SLICE_S)
         text = str(error)
-        if "imed out" in text or "imeout" in text:
+        timed_out, broken = "imed out" in text or "imeout" in text, "onnection" in text
+        if self._channel is not None:
+            # The backend's connections are of no use any more; a reset makes new ones.
+            kind = FailureKind.TIMEOUT if timed_out else FailureKind.ABORTED
+            self._channel.fail(kind, self._rank, f"torch.distributed failed in {description}: {text}")
+            if timed_out or broken:
+                raise self._channel.failure_error() from error
+        if timed_out:
             raise CollectiveTimeoutError(f"{description}: {text}") from error
-        if "onnection" in text:
+        if broken:
             raise PeerLostError(f"a peer closed its connection during {description}: {text}") from error
         raise error
 
