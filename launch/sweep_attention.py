@@ -49,31 +49,45 @@ PREFILL = {
 }
 PREFILL_SHAPES = ((8192, 8192), (2048, 34816))
 DECODE = {
+    64: [
+        DecodeTiles(32, 64, 4, 3),
+        DecodeTiles(64, 64, 4, 2),
+        DecodeTiles(64, 64, 4, 3),
+        DecodeTiles(64, 64, 4, 4),
+        DecodeTiles(128, 128, 4, 2),
+    ],
     128: [
-        DecodeTiles(32, 256, 4, 4),
-        DecodeTiles(64, 128, 4, 3),
-        DecodeTiles(64, 256, 2, 3),
-        DecodeTiles(64, 256, 4, 2),
-        DecodeTiles(64, 256, 4, 3),
-        DecodeTiles(64, 256, 4, 4),
+        DecodeTiles(32, 64, 2, 4),
+        DecodeTiles(32, 64, 4, 3),
+        DecodeTiles(32, 64, 4, 4),
+        DecodeTiles(32, 64, 4, 5),
+        DecodeTiles(64, 64, 4, 2),
+        DecodeTiles(64, 64, 4, 3),
+        DecodeTiles(64, 64, 4, 4),
+        DecodeTiles(64, 64, 8, 3),
         DecodeTiles(64, 512, 4, 3),
-        DecodeTiles(128, 256, 4, 2),
-        DecodeTiles(128, 256, 8, 2),
-        DecodeTiles(128, 256, 8, 3),
+        DecodeTiles(128, 128, 8, 2),
     ],
     256: [
-        DecodeTiles(32, 128, 4, 3),
-        DecodeTiles(32, 256, 4, 2),
-        DecodeTiles(32, 256, 4, 3),
-        DecodeTiles(32, 256, 4, 4),
-        DecodeTiles(32, 512, 4, 3),
-        DecodeTiles(64, 256, 4, 2),
-        DecodeTiles(64, 256, 8, 2),
-        DecodeTiles(64, 256, 8, 3),
+        DecodeTiles(16, 64, 4, 4),
+        DecodeTiles(32, 64, 4, 3),
+        DecodeTiles(32, 64, 4, 4),
+        DecodeTiles(32, 64, 8, 4),
+        DecodeTiles(64, 64, 4, 2),
+        DecodeTiles(64, 64, 8, 2),
+        DecodeTiles(64, 64, 8, 3),
     ],
 }
 # Requests, keys, query and KV heads.
-DECODE_SHAPES = ((16, 8192, 12, 2), (64, 2048, 16, 2), (4, 32768, 64, 8), (1, 8192, 16, 16), (1, 512, 16, 16))
+DECODE_SHAPES = (
+    (16, 8192, 12, 2),
+    (64, 2048, 16, 2),
+    (64, 2048, 64, 8),
+    (4, 32768, 12, 2),
+    (4, 32768, 64, 8),
+    (1, 8192, 16, 16),
+    (1, 512, 16, 16),
+)
 
 
 def main() -> None:

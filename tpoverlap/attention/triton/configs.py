@@ -1,8 +1,8 @@
 """Tile shapes of the Triton attention kernels, as data.
 
-Looked up, never tuned at run time: a row's bits depend on them. Those of Hopper were chosen by measurements on an H200
-(launch/sweep_attention.py; docs/decisions says which). The others follow from what the architecture offers (kind of
-tensor instruction, shared memory, registers) and are only known to compile and to fit.
+Looked up, never tuned at run time: a row's bits depend on them. Those of Hopper were chosen on an H200
+(docs/decisions/0003-attention-tiles.md has the measurements). The others follow from what the architecture offers
+(kind of tensor instruction, shared memory, registers) and are only known to compile and to fit.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ _DECODE_HALF: dict[str, dict[int, DecodeTiles]] = {
         256: DecodeTiles(16, 128, 8, 1),
     },
     "ampere": {64: DecodeTiles(64, 128, 4, 3), 128: DecodeTiles(64, 128, 4, 2), 256: DecodeTiles(32, 128, 4, 2)},
-    # Programs of a few KB a step, many on an SM, read the fastest; 64 is by analogy. part_keys: 1 x 512 takes 7.3 us
-    # with 64 and 8.7 us with 128 (blocks of 32, 4 stages).
+    # 128: 4 x 32768 with 64/8 heads takes 128 us, 158 us with 64 keys a step; 256: 270 us, 274 us with 64 keys and 2
+    # stages. 64 is by analogy. 1 x 512 takes 7.3 us with parts of 64 keys, 8.7 us with 128.
     "hopper": {64: DecodeTiles(64, 64, 4, 3), 128: DecodeTiles(32, 64, 4, 3), 256: DecodeTiles(32, 64, 4, 4)},
     "blackwell": {64: DecodeTiles(64, 64, 4, 3), 128: DecodeTiles(32, 64, 4, 3), 256: DecodeTiles(32, 64, 4, 4)},
     "interpreter": {64: DecodeTiles(32, 64, 4, 1), 128: DecodeTiles(32, 64, 4, 1), 256: DecodeTiles(32, 64, 4, 1)},
