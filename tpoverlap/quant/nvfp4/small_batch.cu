@@ -115,10 +115,11 @@ __device__ __forceinline__ void multiply_accumulate(float c[4], u32 a0, u32 a1, 
 #endif
 }
 
-// Weights pass through once: they leave the L1 cache to x and the scales.
+// Weights pass through once: they leave the L1 cache to x and the scales. The other half of a 128-byte line is wanted
+// next, by the neighbouring warp.
 __device__ __forceinline__ uint4 load_once(const void* address) {
     uint4 v;
-    asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];"
+    asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0,%1,%2,%3}, [%4];"
                  : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(address));
     return v;
 }

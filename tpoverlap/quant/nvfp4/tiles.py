@@ -14,7 +14,7 @@ Layout = Literal["row_major", "qpn2"]
 
 @dataclass(frozen=True)
 class Tile:
-    """groups: groups of 16 k that one program takes, a power of two; in the QPN2 layout, of each of a tile's 32 rows.
+    """groups: groups of 16 k that one program takes, a power of two; in the QPN2 layout, of each of 4 rows.
 
     num_warps: warps of one program, a power of two.
     """
@@ -28,7 +28,7 @@ _TILES: dict[tuple[int, int], dict[Layout, Tile]] = {
     (7, 0): {"row_major": Tile(64, 4), "qpn2": Tile(64, 8)},
     (7, 5): {"row_major": Tile(16, 1), "qpn2": Tile(16, 4)},
     # One word of eight codes and one store of 16 bytes a thread; measured on an H200.
-    (8, 0): {"row_major": Tile(64, 4), "qpn2": Tile(1, 2)},
+    (8, 0): {"row_major": Tile(64, 4), "qpn2": Tile(16, 4)},
 }
 
 

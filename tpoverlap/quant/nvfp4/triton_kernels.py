@@ -73,16 +73,16 @@ def dequantize_row_major(  # type: ignore[no-untyped-def]
 def dequantize_qpn2(  # type: ignore[no-untyped-def]
     words, scales, global_scale, out, groups_per_row, PER_ROW: tl.constexpr, GROUPS: tl.constexpr
 ):
-    """Program (i, j) takes GROUPS consecutive groups of 16 k of the 32 rows of tile j.
+    """Program (i, j) takes GROUPS consecutive groups of 16 k of 4 of the 32 rows of tile j; eight in a row take all 32.
 
     words: int32 [N / 32, groups_per_row, 32 lanes, 2]. scales: uint8 [N / 32, groups_per_row, 32]. out: [N, K]. Loads
-    are in the order of the output: four lanes with consecutive rows still read whole 32-byte sectors, nothing moves
-    between threads, and a row's values are written in one run.
+    are in the order of the output, so nothing moves between threads and a warp writes a long run of one row; the 4
+    lanes of a group, whose rows are consecutive, still make a whole 32-byte sector.
     """
-    first = tl.program_id(0) * GROUPS
+    first = tl.program_id(0) // 8 * GROUPS
     tile = tl.program_id(1).to(tl.int64)
     group = tl.arange(0, GROUPS)
-    lane = tl.arange(0, 32)
+    lane = tl.program_id(0) % 8 * 4 + tl.arange(0, 4)
     inside = (group < groups_per_row - first)[None, :]
     base = tile * groups_per_row + first
     in_tile = lane[:, None] + group[None, :] * 32
