@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from attention_peers import PEERS
@@ -95,7 +96,7 @@ def measure_decode(run: Run) -> None:
     shapes = DECODE[:9] if run.short else DECODE
     for shape, splits in shapes + PUBLISHED:
         problem = Problem.random(shape, run.l2_bytes)
-        options = {"num_splits": splits} if splits else {}
+        options: dict[str, Any] = {"num_splits": splits} if splits else {}
         calls = [
             partial(paged_decode, *problem.decode(copy_index), out=torch.empty_like(problem.q), **options)
             for copy_index in range(len(problem.tables))
@@ -139,7 +140,7 @@ def measure_decode(run: Run) -> None:
     )
 
 
-def check_decode(problem: Problem, options: dict[str, int]) -> None:
+def check_decode(problem: Problem, options: dict[str, Any]) -> None:
     problem.check(*paged_decode(*problem.decode(), return_lse=True, **options))
 
 
@@ -248,7 +249,7 @@ def on_many(function: Callable[[], object], calls: int) -> Callable[[], float]:
     return partial(scaled, on_gpu(function), 1 / calls)
 
 
-def run_all(calls: list[Callable[[], object]]) -> None:
+def run_all(calls: Sequence[Callable[[], object]]) -> None:
     for call in calls:
         call()
 

@@ -108,9 +108,9 @@ def main() -> None:
         for n, keys in PREFILL_SHAPES
     ]
     tables += [
-        sweep(Shape(rows, 1, keys, *heads, d), [t for t in tiles if (d, t) not in refused], args.repetitions)
+        sweep(Shape(rows, 1, keys, q_heads, kv_heads, d), [t for t in tiles if (d, t) not in refused], args.repetitions)
         for d, tiles in decode.items()
-        for rows, keys, *heads in DECODE_SHAPES
+        for rows, keys, q_heads, kv_heads in DECODE_SHAPES
     ]
     notes = [f"Refused, head_dim {d}, {tiles}: {reason}" for (d, tiles), reason in refused.items()]
     for table in tables:
@@ -136,10 +136,9 @@ def sweep(shape: Shape, candidates: list[Tiles], repetitions: int) -> Table:
             arms.append(Arm(str(tiles), check, on_gpu(calls[0])))
     result = alternate(arms, repetitions, label=shape.name)
     work = ("GB/s", shape.kv_bytes / 1e9) if shape.n == 1 else ("TFLOPS", shape.flops / 1e12)
-    rows = [
-        [arm.name, result.time(arm.name).as_time(), round(work[1] / result.time(arm.name).median, 1)] for arm in arms
-    ]
-    rows.sort(key=lambda row: -float(row[2]))
+    rates = {arm.name: work[1] / result.time(arm.name).median for arm in arms}
+    fastest_first = sorted(rates, key=lambda name: -rates[name])
+    rows: list[list[object]] = [[name, result.time(name).as_time(), round(rates[name], 1)] for name in fastest_first]
     return {"title": shape.name, "columns": ["tiles", "time", work[0]], "rows": rows}
 
 
@@ -186,11 +185,11 @@ def _compile(candidate: tuple[int, Tiles]) -> str | None:
     head_dim, tiles = candidate
     shapes: list[tuple[int, int, int, int]] = [(1, 512, 12, 2)]
     if isinstance(tiles, DecodeTiles):
-        shapes = [(1, 512, *heads) for heads in sorted({tuple(shape[2:]) for shape in DECODE_SHAPES})]
+        shapes = [(1, 512, q, kv) for q, kv in sorted({(q, kv) for _, _, q, kv in DECODE_SHAPES})]
     try:
-        for rows, keys, *heads in shapes:
+        for rows, keys, q_heads, kv_heads in shapes:
             n = 1 if isinstance(tiles, DecodeTiles) else keys
-            launch(Problem.random(Shape(rows, n, keys, *heads, head_dim), 1), tiles)
+            launch(Problem.random(Shape(rows, n, keys, q_heads, kv_heads, head_dim), 1), tiles)
         torch.cuda.synchronize()
     # Whatever Triton raises (too much shared memory, an internal failure) rules the candidate out.
     except Exception as error:
