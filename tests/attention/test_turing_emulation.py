@@ -99,7 +99,7 @@ def test_scales(scale: float) -> None:
     check(make(7, [(10, 50)]), scale=scale)
 
 
-@pytest.mark.parametrize("splits", [1, 2, 4])
+@pytest.mark.parametrize("splits", [1, 2, 4, 8])
 def test_a_maximum_that_grows_again_and_again(splits: int) -> None:
     """Every tile brings a much larger score, so every tile rescales; then a row's last key dwarfs all others."""
     case = make(8, [(16, 170)])

@@ -91,7 +91,7 @@ def compare(got: tuple[torch.Tensor, torch.Tensor], want: tuple[torch.Tensor, to
 
 
 @pytest.mark.parametrize("keys", [1, 31, 32, 33, 511, 512, 513, 4097, 10000])
-@pytest.mark.parametrize("num_splits", [None, 1, 2, 3, 4])
+@pytest.mark.parametrize("num_splits", [None, 1, 2, 3, 4, 8])
 def test_lengths(keys: int, num_splits: int | None) -> None:
     check(make(keys, [(min(keys, 129), keys)]), num_splits)
     check(make(keys, [(1, keys)]), num_splits)

@@ -6,10 +6,9 @@ where FlashAttention has no kernel, on 7.5 itself.
 
 from tpoverlap.attention.turing.launch import paged_prefill
 from tpoverlap.attention.turing.selection import MIN_QUERY_LEN, capabilities, name, rejection_reasons
-from tpoverlap.attention.turing.splits import MAX_AUTOMATIC_SPLITS, choose_num_splits
+from tpoverlap.attention.turing.splits import choose_num_splits
 
 __all__ = [
-    "MAX_AUTOMATIC_SPLITS",
     "MIN_QUERY_LEN",
     "capabilities",
     "choose_num_splits",
