@@ -42,7 +42,8 @@ def dequantize_into(t: NVFP4Tensor | QPN2Tensor, out: torch.Tensor, tile: Tile |
     with torch.cuda.device(t.device) if t.device.type == "cuda" else contextlib.nullcontext():
         if isinstance(t, QPN2Tensor):
             tile = tile or tile_for("qpn2", capability)
-            grid: tuple[int, ...] = (-(-groups_per_row // tile.groups) * (TILE_ROWS // 4), n // TILE_ROWS)
+            parts = TILE_ROWS // kernels.QPN2_ROWS.value
+            grid: tuple[int, ...] = (-(-groups_per_row // tile.groups) * parts, n // TILE_ROWS)
             kernels.dequantize_qpn2[grid](
                 words,
                 scales,

@@ -12,6 +12,8 @@ import triton.language as tl
 
 _TWO_TO_120 = tl.constexpr(2.0**120)
 _TWO_TO_126 = tl.constexpr(2.0**126)
+QPN2_ROWS = tl.constexpr(4)
+"""Rows of a QPN2 tile that one program takes: their codes of a group are one 32-byte sector."""
 _SIGN_AND_E2M1 = tl.constexpr(0x81C00000 - (1 << 32))
 """Bits 31 and 24 to 22 of an int32."""
 
@@ -73,16 +75,17 @@ def dequantize_row_major(  # type: ignore[no-untyped-def]
 def dequantize_qpn2(  # type: ignore[no-untyped-def]
     words, scales, global_scale, out, groups_per_row, PER_ROW: tl.constexpr, GROUPS: tl.constexpr
 ):
-    """Program (i, j) takes GROUPS consecutive groups of 16 k of 4 of the 32 rows of tile j; eight in a row take all 32.
+    """Program (i, j) takes GROUPS consecutive groups of 16 k of QPN2_ROWS of tile j's 32 rows; as many programs in a
+    row as take all of these share their groups.
 
     words: int32 [N / 32, groups_per_row, 32 lanes, 2]. scales: uint8 [N / 32, groups_per_row, 32]. out: [N, K]. Loads
-    are in the order of the output, so nothing moves between threads and a warp writes a long run of one row; the 4
-    lanes of a group, whose rows are consecutive, still make a whole 32-byte sector.
+    are in the order of the output, so nothing moves between threads and a warp writes a long run of one row.
     """
-    first = tl.program_id(0) // 8 * GROUPS
+    parts: tl.constexpr = 32 // QPN2_ROWS
+    first = tl.program_id(0) // parts * GROUPS
     tile = tl.program_id(1).to(tl.int64)
     group = tl.arange(0, GROUPS)
-    lane = tl.program_id(0) % 8 * 4 + tl.arange(0, 4)
+    lane = tl.program_id(0) % parts * QPN2_ROWS + tl.arange(0, QPN2_ROWS)
     inside = (group < groups_per_row - first)[None, :]
     base = tile * groups_per_row + first
     in_tile = lane[:, None] + group[None, :] * 32
