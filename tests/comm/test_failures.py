@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -357,9 +358,7 @@ def _incomplete_reset(rank: int) -> None:
             group.reset()
         with pytest.raises(TpOverlapError, match="reset"):
             group.all_reduce(torch.ones(2))
-        time.sleep(0.5)
-    else:
-        time.sleep(1.5)
+    dist.barrier()
     group.reset()
     assert group.all_reduce(torch.ones(2)).tolist() == [2, 2]
     group.destroy()
@@ -385,12 +384,31 @@ def _half_a_reset(rank: int) -> None:
             group.reset()
     with pytest.raises(TpOverlapError, match="a reset failed"):
         group.all_reduce(torch.ones(2))
-    time.sleep(2.5 if rank == 0 else 0)  # alive while rank 1 waits for it
+    dist.barrier()
     group.destroy()
 
 
 def test_no_call_begins_after_half_a_reset() -> None:
     run_ranks(_half_a_reset, 2)
+
+
+def _until(condition: Callable[[], bool]) -> None:
+    while not condition():
+        time.sleep(0.002)
+
+
+def _interrupt_this_thread_when(condition: Callable[[], bool]) -> list[float]:
+    """Ctrl-C a moment after the condition holds; the list gets the time."""
+    me, sent_at = threading.get_ident(), []
+
+    def interrupt() -> None:
+        _until(condition)
+        time.sleep(0.1)
+        sent_at.append(time.monotonic())
+        signal.pthread_kill(me, signal.SIGINT)
+
+    threading.Thread(target=interrupt).start()
+    return sent_at
 
 
 def _interrupted(rank: int, dtype: torch.dtype) -> None:
@@ -400,15 +418,12 @@ def _interrupted(rank: int, dtype: torch.dtype) -> None:
     dist.barrier()
     x = torch.ones(4, dtype=dtype)
     if rank == 0:
-        main = threading.main_thread().ident
-        assert main is not None
-        threading.Timer(0.2, signal.pthread_kill, (main, signal.SIGINT)).start()
-        started = time.monotonic()
+        sent_at = _interrupt_this_thread_when(lambda: group._channel._busy.locked())  # type: ignore[union-attr]
         with pytest.raises(KeyboardInterrupt):
             group.all_reduce(x)
-        assert time.monotonic() - started < 2
+        assert time.monotonic() - sent_at[0] < 2
     else:
-        time.sleep(0.8)
+        _until(lambda: group.failed)
     for _ in range(3):  # none of these may return what was meant for another call
         with pytest.raises(CollectiveAbortedError, match="KeyboardInterrupt during all_reduce"):
             group.all_reduce(x)
@@ -426,15 +441,13 @@ def test_a_call_that_is_interrupted_ends_on_every_rank_and_no_sum_is_wrong(dtype
 def _interrupted_receive(rank: int) -> None:
     group = _group()
     if rank == 0:
-        main = threading.main_thread().ident
-        assert main is not None
-        threading.Timer(0.2, signal.pthread_kill, (main, signal.SIGINT)).start()
+        _interrupt_this_thread_when(lambda: any("gloo-wait" in t.name for t in threading.enumerate()))
         with pytest.raises(KeyboardInterrupt):
             group.recv((3,), torch.float32, 1)
         with pytest.raises(CollectiveAbortedError, match="KeyboardInterrupt during recv from rank 1"):
             group.recv((3,), torch.float32, 1)
     else:
-        time.sleep(0.5)
+        _until(lambda: group.failed)
         with pytest.raises(CollectiveAbortedError, match="KeyboardInterrupt during recv from rank 1"):
             group.send(torch.ones(3), 0)
     group.reset()
@@ -456,8 +469,7 @@ def _receive_without_sender(rank: int) -> None:
         with pytest.raises(CollectiveTimeoutError, match="recv from rank 1"):
             group.recv((3,), torch.float32, 1)
         assert time.monotonic() - started < 3
-    else:
-        time.sleep(3)
+    dist.barrier()
     with pytest.raises(CollectiveTimeoutError, match="recv from rank 1"):
         group.all_reduce(torch.ones(2))
     dist.barrier()

