@@ -27,7 +27,7 @@ MAX_BYTES = 4 << 20
 REDUCED = (torch.float32, torch.float16, torch.bfloat16)
 DTYPES = (*REDUCED, torch.int64, torch.uint8)
 _ROUND = 25  # calls between two looks at the clock
-_FDS_A_GROUP, _THREADS_A_GROUP = 8, 3  # of gloo on four ranks
+_FDS_A_GROUP, _THREADS_A_GROUP = 8, 4  # of gloo on four ranks; a thread of ours may wait for what gloo has left
 
 
 class Data:
@@ -98,6 +98,9 @@ class Soak:
                 time.sleep(pause_s)
         chance = self.rng.random()
         call = self.abort if chance < 0.01 else self.mismatch if chance < 0.013 else self.rng.choice(self.calls)
+        if call in (self.abort, self.mismatch):
+            # Nobody may still be in the call before, which would fail too. Once one rank has left a barrier, all do.
+            self.group.barrier()
         call()
         self.counts[call.__name__] += 1
 
@@ -195,8 +198,8 @@ class Soak:
         self.resets.append(time.monotonic())
 
     def kept_groups(self) -> int:
-        """Torch groups that resets have replaced and that are kept for as long as gloo may still be at work in them."""
-        return sum(self.resets[-1] - at <= TIMEOUT_S + 1 for at in self.resets)
+        """At most so many torch groups that resets have replaced are kept, as gloo may still be at work in them."""
+        return 1 + sum(self.resets[-1] - at <= TIMEOUT_S + 1 for at in self.resets)
 
 
 def _held() -> tuple[int, int, int]:
@@ -224,7 +227,7 @@ def _soak(rank: int, seed: int, duration_s: float) -> tuple[dict[str, int], list
             fds, threads, rss_mib = _held()
             kept = soak.kept_groups()
             assert fds <= base_fds + _FDS_A_GROUP * kept, (fds, base_fds, kept)
-            assert threads <= base_threads + _THREADS_A_GROUP * kept + 1, (threads, base_threads, kept)
+            assert threads <= base_threads + _THREADS_A_GROUP * kept, (threads, base_threads, kept)
             memory.append(rss_mib)
             next_line_s += max(5.0, duration_s / 30)
             if rank == 0:
@@ -247,6 +250,8 @@ def test_every_result_of_a_long_random_run_is_right() -> None:
     counts = outcomes[0][0]
     assert all(other == counts for other, _ in outcomes)
     print(f"{sum(counts.values())} calls: {counts}")
+    # A reset replaces a torch group, whose threads leave some memory with the allocator: less than 1 MiB each, and no
+    # more and more (ten minutes with a thousand resets come to rest). A leaked segment would be 16 MiB.
+    resets = counts["abort"] + counts["mismatch"]
     for _, memory in outcomes:
-        if len(memory) >= 8:
-            assert max(memory[-4:]) <= max(memory[:4]) + 64, memory
+        assert max(memory) <= memory[0] + 128 + resets, (memory, resets)
