@@ -359,14 +359,17 @@ class Channel:
 
     def _next_difference(self) -> tuple[int, str] | None:
         """The first call not yet compared in which a peer differs. Calls left to a device are compared only here."""
-        quads, layout = self.segment.quads, self.layout
+        data, quads, layout = self.segment.bytes, self.segment.quads, self.layout
         for q in self._peers():
-            last = min(self._call, quads[layout.call(q) // 8])
+            # A rank's call counts here once its descriptor is complete.
+            last = min(quads[layout.call(self.rank) // 8], quads[layout.call(q) // 8])
             # A peer so far ahead that it has reused a descriptor's line cannot be compared there any more.
             for call in range(max(self._compared[q], last - NUM_DESCRIPTORS) + 1, last + 1):
-                difference = self._difference(q, call)
-                if difference:
-                    return q, difference
+                mine, theirs = layout.descriptor(self.rank, call), layout.descriptor(q, call)
+                if data[mine : mine + LINE] != data[theirs : theirs + LINE]:
+                    difference = self._difference(q, call)
+                    if difference:
+                        return q, difference
             self._compared[q] = last
         return None
 
