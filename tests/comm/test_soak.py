@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import random
 import threading
@@ -209,7 +210,15 @@ def _held() -> tuple[int, int, int]:
     return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")), rss_kib // 1024
 
 
+def _keep_no_free_memory() -> None:
+    """Lets resident memory show leaks alone: glibc else keeps hundreds of MiB that threads of gloo have freed."""
+    arena_max, mmap_threshold = -8, -3
+    libc = ctypes.CDLL(None)
+    assert libc.mallopt(arena_max, 1) == libc.mallopt(mmap_threshold, 131_072) == 1
+
+
 def _soak(rank: int, seed: int, duration_s: float) -> tuple[dict[str, int], list[int]]:
+    _keep_no_free_memory()
     soak = Soak(rank, seed)
     for call in soak.calls:
         call()
@@ -250,8 +259,6 @@ def test_every_result_of_a_long_random_run_is_right() -> None:
     counts = outcomes[0][0]
     assert all(other == counts for other, _ in outcomes)
     print(f"{sum(counts.values())} calls: {counts}")
-    # A reset replaces a torch group, whose threads leave some memory with the allocator: less than 1 MiB each, and no
-    # more and more (ten minutes with a thousand resets come to rest). A leaked segment would be 16 MiB.
-    resets = counts["abort"] + counts["mismatch"]
+    # The segment's slots (16 MiB) and the plans become resident little by little; then nothing more.
     for _, memory in outcomes:
-        assert max(memory) <= memory[0] + 128 + resets, (memory, resets)
+        assert max(memory) <= memory[0] + 64, memory
