@@ -78,6 +78,9 @@ class CapturedCopyEngineProvider:
                 self._operate(down, source.data_ptr(), rows, begin, min(slot_bytes, num_bytes - begin))
             calls.order(down, event, up)
             calls.write(down, region.busy_address, 0)
+        except BaseException as e:
+            channel.interrupted(e)
+            raise
         finally:
             channel.finish(completed=False)
 

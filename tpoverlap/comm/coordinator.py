@@ -353,7 +353,7 @@ class GroupCoordinator(Messages):
         """A host backend's group is of no use once a collective in it was left half done."""
         pool.give_back(self.cpu_group, sound=False)
         renewed = self._new_group("gloo")
-        if self.device_group is self.cpu_group:
+        if self.device_group is self.cpu_group and self.device.type == "cpu":
             self.device_group = renewed
         self.cpu_group = renewed
         self._torch.cpu_group, self._torch.device_group = self.cpu_group, self.device_group

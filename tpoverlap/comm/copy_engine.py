@@ -106,6 +106,9 @@ class CopyEngineProvider:
                 flat, flat_target = source.view(-1), target.view(-1)
                 for chunk in plan.chunks:
                     plan.run(flat[chunk.elements], flat_target[chunk.elements], chunk)
+        except BaseException as e:
+            channel.interrupted(e)
+            raise
         finally:
             channel.finish(completed=False)
         if target is not out:
@@ -177,6 +180,9 @@ class CopyEngineProvider:
         channel.begin(description)
         try:
             transfer()
+        except BaseException as e:
+            channel.interrupted(e)
+            raise
         finally:
             channel.finish(completed=False)
 

@@ -84,6 +84,9 @@ class KernelProvider:
             self._kernels[x.dtype].launch((NUM_BLOCKS, 1, 1), arguments)
             if target is not out:
                 out.copy_(target)
+        except BaseException as e:
+            channel.interrupted(e)
+            raise
         finally:
             channel.finish(completed=False)
 
