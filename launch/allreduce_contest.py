@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
@@ -38,6 +38,14 @@ class Contest:
     floors: Sequence[str] = ()
 
 
+@dataclass(frozen=True)
+class Extra:
+    """A contest that is about no single payload's all-reduce, reported in a table of its own, a row for each arm."""
+
+    title: str
+    contest: Contest
+
+
 class Contests(Protocol):
     """Makes the contests of one kind of device, the same on every rank; what they share lives until :meth:`close`.
 
@@ -51,25 +59,24 @@ class Contests(Protocol):
     def __init__(self, world: World, dtype: torch.dtype) -> None: ...
 
     def contest(self, num_bytes: int) -> Contest:
-        """For a payload of ``num_bytes`` on each rank. A collective."""
+        """For a payload of ``num_bytes`` on each rank. A collective. What an earlier one made is gone then."""
+        ...
+
+    def extras(self) -> Iterator[Extra]:
+        """Those to run behind all payloads; one is run before the next is asked for. A collective."""
         ...
 
     def close(self) -> None: ...
 
 
 @dataclass(frozen=True)
-class Measurement:
-    """The slowest rank's seconds of one call, turn by turn, for each arm; and what was to be reported of them."""
+class ExtraMeasurement:
+    """The slowest rank's seconds of each arm's turns, and the ratios to report of them."""
 
     ranks: int
-    num_bytes: int
+    title: str
     slowest: Comparison
     ratios: tuple[Ratio, ...]
-    floors: tuple[str, ...]
-
-    def gb_per_s(self, arm: str) -> float:
-        """Payload over the median time, in 10^9 bytes a second."""
-        return self.num_bytes / self.slowest.time(arm).median / 1e9
 
     def ratio(self, ratio: Ratio) -> Spread:
         return self.slowest.ratio(ratio.ours, ratio.against)
@@ -77,6 +84,18 @@ class Measurement:
     def missed(self) -> list[Ratio]:
         """The ratios whose median is above their goal."""
         return [ratio for ratio in self.ratios if ratio.goal is not None and self.ratio(ratio).median > ratio.goal]
+
+
+@dataclass(frozen=True)
+class Measurement(ExtraMeasurement):
+    """Of one payload's all-reduce: seconds are those of one call."""
+
+    num_bytes: int
+    floors: tuple[str, ...]
+
+    def gb_per_s(self, arm: str) -> float:
+        """Payload over the median time, in 10^9 bytes a second."""
+        return self.num_bytes / self.slowest.time(arm).median / 1e9
 
 
 def slowest_rank(comparisons: Sequence[Comparison]) -> Comparison:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import ClassVar
 
 import torch
 import torch.distributed as dist
-from allreduce_contest import Contest, Ratio, WrongResultError
+from allreduce_contest import Contest, Extra, Ratio, WrongResultError
 from bench_common import Arm
 from job_world import World
 
@@ -85,6 +85,9 @@ class CpuContests:
         ]
         ratios = (Ratio(OURS, PEER, goal(self._world.size, num_bytes)), Ratio(OURS, FLOOR))
         return Contest(arms, ratios, floors=(FLOOR,))
+
+    def extras(self) -> Iterator[Extra]:
+        yield from ()
 
     def close(self) -> None:
         self._group.destroy()

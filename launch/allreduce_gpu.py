@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import ClassVar
 
 import torch
 import torch.distributed as dist
-from allreduce_contest import Contest, Ratio, WrongResultError
+from allreduce_beside import beside
+from allreduce_contest import Contest, Extra, Ratio, WrongResultError
+from allreduce_copy_engine import by_pieces, host_times
 from allreduce_cpu import Payload, calls_of_turn
 from bench_common import Arm, on_gpu
 from job_world import World
@@ -38,6 +40,8 @@ class GpuContests:
         "Outputs are reused: ours writes out=, NCCL works in place.",
         "full-duplex copy: every rank copies the payload from its GPU to pinned memory and another one back, as single "
         "large copies, all at the same time.",
+        "Loops: GEMMs of 2048 x 5120 x 8704 in FP16; additions of 256 MiB. All-reduces are under way on another stream "
+        "from a loop's first kernel to its last.",
     )
 
     def __init__(self, world: World, dtype: torch.dtype) -> None:
@@ -52,8 +56,10 @@ class GpuContests:
         )
         self._has_nccl = gpus >= world.local_size
         self._up, self._down = torch.cuda.Stream(), torch.cuda.Stream()
+        self._graphs: list[torch.cuda.CUDAGraph] = []
 
     def contest(self, num_bytes: int) -> Contest:
+        self._drop_graphs()
         payload = Payload(self._world, self._dtype, num_bytes, self._device)
         x, out = payload.x, payload.out
 
@@ -95,8 +101,22 @@ class GpuContests:
         ratios = [Ratio(a, b, self._goal(a, b, num_bytes)) for a, b in _GOALS if a in names and b in names]
         return Contest(arms, ratios, floors)
 
+    def extras(self) -> Iterator[Extra]:
+        self._drop_graphs()
+        yield from by_pieces(self._world, self._device, self._dtype)
+        yield from host_times(self._world, self._group, self._device, self._dtype)
+        yield from beside(self._world, self._group, self._device)
+
     def close(self) -> None:
+        self._drop_graphs()
         self._group.destroy()
+
+    def _drop_graphs(self) -> None:
+        """NCCL's communicator cannot end while a graph holds calls of it."""
+        torch.cuda.synchronize()
+        for graph in self._graphs:
+            graph.reset()
+        self._graphs.clear()
 
     def _goal(self, ours: str, against: str, num_bytes: int) -> float | None:
         if self._world.size != 2 or not self._has_nccl:
@@ -110,6 +130,7 @@ class GpuContests:
         torch.cuda.synchronize()
         dist.barrier()
         graph = torch.cuda.CUDAGraph()
+        self._graphs.append(graph)
         with torch.cuda.graph(graph):
             for _ in range(calls):
                 call()
@@ -118,7 +139,7 @@ class GpuContests:
     def _duplex(self, payload: Payload, calls: int) -> Arm:
         source = payload.x
         sent = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
-        held = torch.empty_like(sent, pin_memory=True).copy_(source)
+        held = torch.randn(source.shape).to(source.dtype).pin_memory()
         received = torch.empty_like(source)
 
         def copy() -> None:
@@ -133,7 +154,7 @@ class GpuContests:
         def check() -> None:
             copy()
             torch.cuda.synchronize()
-            if not (torch.equal(received, source) and torch.equal(sent, source.cpu())):
+            if not (torch.equal(received.cpu(), held) and torch.equal(sent, source.cpu())):
                 raise WrongResultError(f"a full-duplex copy of {payload.num_bytes} B gave other bytes")
 
         return self._arm(DUPLEX, copy, check, payload, calls)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from allreduce_contest import Measurement
+from allreduce_contest import ExtraMeasurement, Measurement
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -22,18 +22,19 @@ def size_name(num_bytes: int) -> str:
     return f"{num_bytes} B"
 
 
-def tables(measurements: Sequence[Measurement]) -> list[dict[str, Any]]:
-    """A table for each number of ranks, a row for each payload."""
-    return [
+def tables(measurements: Sequence[Measurement], extras: Sequence[ExtraMeasurement] = ()) -> list[dict[str, Any]]:
+    """A table for each number of ranks, a row for each payload; then one for each extra, a row for each arm."""
+    of_payloads = [
         _table(f"{ranks} ranks", [one for one in measurements if one.ranks == ranks])
         for ranks in dict.fromkeys(one.ranks for one in measurements)
     ]
+    return of_payloads + [_extra_table(extra) for extra in extras]
 
 
-def figures(measurements: Iterable[Measurement]) -> dict[str, float]:
-    """Medians of all ratios, by ranks and payload."""
+def figures(measurements: Iterable[ExtraMeasurement]) -> dict[str, float]:
+    """Medians of all ratios, by ranks and payload or title."""
     return {
-        f"{_key(ratio.ours)}_over_{_key(ratio.against)}_{one.ranks}_ranks_{_key(size_name(one.num_bytes))}": round(
+        f"{_key(ratio.ours)}_over_{_key(ratio.against)}_{one.ranks}_ranks_{_key(one.title)}": round(
             one.ratio(ratio).median, 4
         )
         for one in measurements
@@ -41,10 +42,10 @@ def figures(measurements: Iterable[Measurement]) -> dict[str, float]:
     }
 
 
-def missed(measurements: Iterable[Measurement]) -> list[str]:
+def missed(measurements: Iterable[ExtraMeasurement]) -> list[str]:
     """A sentence for each goal that was not reached."""
     return [
-        f"{one.ranks} ranks, {size_name(one.num_bytes)}: {ratio.ours} / {ratio.against} is "
+        f"{one.ranks} ranks, {one.title}: {ratio.ours} / {ratio.against} is "
         f"{one.ratio(ratio).median:.3f}, the goal is {ratio.goal:g}"
         for one in measurements
         for ratio in one.missed()
@@ -92,13 +93,25 @@ def _table(title: str, measurements: Sequence[Measurement]) -> dict[str, Any]:
     columns += [f"{arm}, GB/s" for arm in arms]
     rows = []
     for one in measurements:
-        row: list[str | float] = [size_name(one.num_bytes), *(one.slowest.time(arm).as_time() for arm in arms)]
+        row: list[str | float] = [one.title, *(one.slowest.time(arm).as_time() for arm in arms)]
         for ratio in one.ratios:
             goal = "" if ratio.goal is None else f", goal {ratio.goal:g}"
             row.append(one.ratio(ratio).as_ratio() + goal)
         row += [round(one.gb_per_s(arm), 3) for arm in arms]
         rows.append(row)
     return {"title": title, "columns": columns, "rows": rows}
+
+
+def _extra_table(extra: ExtraMeasurement) -> dict[str, Any]:
+    rows = []
+    for arm in extra.slowest.turns:
+        row = [arm, extra.slowest.time(arm).as_time()]
+        for ratio in extra.ratios:
+            if ratio.ours == arm:
+                goal = "" if ratio.goal is None else f", goal {ratio.goal:g}"
+                row.append(f"{extra.ratio(ratio).as_ratio()} of {ratio.against}{goal}")
+        rows.append(row + [None] * (3 - len(row)))
+    return {"title": f"{extra.ranks} ranks: {extra.title}", "columns": ["arm", "time", "ratio"], "rows": rows}
 
 
 def _draw_arms(times: Axes, speeds: Axes, measurements: Sequence[Measurement]) -> None:

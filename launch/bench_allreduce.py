@@ -16,18 +16,18 @@ import argparse
 import os
 import re
 import sys
-import uuid
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from allreduce_contest import Contests, Measurement, slowest_rank
+from allreduce_contest import Contest, Contests, ExtraMeasurement, Measurement, slowest_rank
 from allreduce_cpu import CpuContests
 from allreduce_report import figures, missed, print_tables, size_name, tables, write_plot
-from bench_common import alternate, hardware, write_json
+from bench_common import Comparison, alternate, hardware, write_json
 from job_machine import require_packages, set_threads
+from job_ranks import start_ranks
 from job_world import JobError, World
 
 from tpoverlap.errors import TpOverlapError
@@ -62,10 +62,10 @@ def main() -> int:
         if options.plot:
             require_packages("matplotlib")
         if options.ranks:
-            measurements = [one for ranks in options.ranks for one in start_ranks(ranks, options, kind)]
+            found = [one for ranks in options.ranks for one in start_ranks(ranks, measure, options, kind)]
         else:
-            measurements = measure(options, kind)
-        return report(options, kind, measurements) if measurements else 0
+            found = measure(options, kind)
+        return report(options, kind, found) if found else 0
     except (TpOverlapError, OSError) as error:
         if not isinstance(error, JobError) or error.reporter == int(os.environ.get("RANK", "0")):
             print(f"bench_allreduce: {error}", file=sys.stderr, flush=True)
@@ -80,62 +80,39 @@ def contests_of(device: str) -> type[Contests]:
     return GpuContests
 
 
-def start_ranks(ranks: int, options: Options, kind: type[Contests]) -> list[Measurement]:
-    """Runs :func:`measure` on that many ranks of this host, started as torchrun does. TpOverlapError if one fails."""
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=ranks,
-        run_id=str(uuid.uuid4()),
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        max_restarts=0,
-        start_method="spawn",
-    )
-    try:
-        found: list[Measurement] | str = elastic_launch(config, _measure_or_say_why)(options, kind)[0]
-    except ChildFailedError as error:
-        rank, failure = error.get_first_failure()
-        raise TpOverlapError(f"rank {rank} of {ranks} ended with exit code {failure.exitcode}") from None
-    if isinstance(found, str):
-        raise TpOverlapError(found)
-    return found
-
-
-def _measure_or_say_why(options: Options, kind: type[Contests]) -> list[Measurement] | str:
-    try:
-        return measure(options, kind)
-    except TpOverlapError as error:
-        return str(error)
-
-
-def measure(options: Options, kind: type[Contests]) -> list[Measurement]:
+def measure(options: Options, kind: type[Contests]) -> list[ExtraMeasurement]:
     """This rank's part of the work. Returns what came of it on rank 0, and an empty list elsewhere."""
-    measurements = []
+    found: list[ExtraMeasurement] = []
     with ExitStack() as stack:
         world = World.join()
         stack.callback(world.leave)
         set_threads(None, world)
         contests = kind(world, DTYPES[options.dtype])
         stack.callback(contests.close)
+
+        def compare(contest: Contest, title: str) -> Comparison | None:
+            label = f"{world.size} ranks, {title}"
+            of_ranks = world.gather(alternate(contest.arms, options.repetitions, options.warmup, label=label))
+            return None if of_ranks is None else slowest_rank(of_ranks)
+
         for num_bytes in options.sizes:
-            contest = contests.contest(num_bytes)
-            label = f"{world.size} ranks, {size_name(num_bytes)}"
-            mine = alternate(contest.arms, options.repetitions, options.warmup, label=label)
-            of_ranks = world.gather(mine)
-            if of_ranks is not None:
+            contest, title = contests.contest(num_bytes), size_name(num_bytes)
+            slowest = compare(contest, title)
+            if slowest is not None:
                 ratios, floors = tuple(contest.ratios), tuple(contest.floors)
-                measurements.append(Measurement(world.size, num_bytes, slowest_rank(of_ranks), ratios, floors))
-    return measurements
+                found.append(Measurement(world.size, title, slowest, ratios, num_bytes, floors))
+        for extra in contests.extras():
+            slowest = compare(extra.contest, extra.title)
+            if slowest is not None:
+                found.append(ExtraMeasurement(world.size, extra.title, slowest, tuple(extra.contest.ratios)))
+    return found
 
 
-def report(options: Options, kind: type[Contests], measurements: Sequence[Measurement]) -> int:
+def report(options: Options, kind: type[Contests], found: Sequence[ExtraMeasurement]) -> int:
     """Prints the tables, writes the files, names the goals that were missed; returns the exit status."""
-    found = tables(measurements)
-    print_tables(found)
+    measurements = [one for one in found if isinstance(one, Measurement)]
+    made = tables(measurements, [one for one in found if not isinstance(one, Measurement)])
+    print_tables(made)
     notes = [
         f"Payloads are {options.dtype}.",
         *kind.notes,
@@ -144,14 +121,14 @@ def report(options: Options, kind: type[Contests], measurements: Sequence[Measur
         "GB/s: payload of a rank over the median time.",
     ]
     if options.json:
-        write_json(options.json, what=kind.what, tables=found, figures=figures(measurements), notes=notes)
+        write_json(options.json, what=kind.what, tables=made, figures=figures(found), notes=notes)
         print(f"\nrecord: {options.json}")
     if options.plot:
         facts = hardware()
         machine = ", ".join(facts["gpus"]) or f"{facts['cpu']} ({facts['cpus']} CPUs)"
         write_plot(options.plot, measurements, f"All-reduce of {kind.subject}, {machine}")
         print(f"plot: {options.plot}")
-    not_reached = missed(measurements)
+    not_reached = missed(found)
     for sentence in not_reached:
         print(f"goal missed: {sentence}", file=sys.stderr)
     return 1 if options.gates and not_reached else 0

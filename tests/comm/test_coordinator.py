@@ -287,3 +287,21 @@ def _refusals(rank: int) -> None:
 
 def test_bad_calls_are_refused_and_the_group_goes_on() -> None:
     run_ranks(_refusals, 2)
+
+
+def _disagreements(rank: int) -> None:
+    for field, values in [
+        ("max_bytes", (65536, 131072)),
+        ("copy_engine_max_bytes", (0, 20_971_520)),
+        ("copy_engine_pieces", (4, "auto")),
+    ]:
+        config = {"max_bytes": 0, "timeout_s": 20.0} | {field: values[rank]}
+        with pytest.raises(ConfigError, match=f"^{field} differs between the ranks, .*{values[0]}.*{values[1]}"):
+            GroupCoordinator([0, 1], rank, "cpu", HostReduceConfig(**config))  # type: ignore[arg-type]
+    group = _group(2)
+    assert group.all_reduce(torch.ones(2)).tolist() == [2, 2]
+    group.destroy()
+
+
+def test_ranks_that_were_configured_differently_all_say_so() -> None:
+    run_ranks(_disagreements, 2)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "launch"))
 
-from allreduce_contest import Measurement, Ratio, WrongResultError, slowest_rank
+from allreduce_contest import ExtraMeasurement, Measurement, Ratio, WrongResultError, slowest_rank
 from allreduce_cpu import Payload, calls_of_turn, goal
 from allreduce_report import figures, missed, size_name, tables, write_plot
 from bench_allreduce import parse_options, parse_size
@@ -73,7 +73,8 @@ def test_a_turn_takes_as_long_as_its_slowest_rank() -> None:
 
 def measurement(ranks: int, num_bytes: int, ours: float, peer: float) -> Measurement:
     comparison = Comparison({"ours": (ours,) * 3, "peer": (peer,) * 3})
-    return Measurement(ranks, num_bytes, comparison, (Ratio("ours", "peer", goal(ranks, num_bytes)),), ())
+    ratios = (Ratio("ours", "peer", goal(ranks, num_bytes)),)
+    return Measurement(ranks, size_name(num_bytes), comparison, ratios, num_bytes, ())
 
 
 def test_report_says_ratios_speeds_and_goals(tmp_path: Path) -> None:
@@ -94,6 +95,12 @@ def test_report_says_ratios_speeds_and_goals(tmp_path: Path) -> None:
     assert made[0]["rows"][0][-2:] == [4.096, 0.205]
     record = {"what": "x", "date": "2026-01-02", "command": "", "commit": "", "hardware": {}, "versions": {}}
     check_record(record | {"notes": [], "tables": made, "figures": figures(found)})
+    extra = ExtraMeasurement(2, "beside", Comparison({"a": (2.0,), "b": (1.0,)}), (Ratio("a", "b", 1.5),))
+    assert missed([extra]) == ["2 ranks, beside: a / b is 2.000, the goal is 1.5"]
+    assert figures([extra]) == {"a_over_b_2_ranks_beside": 2.0}
+    [table] = tables([], [extra])
+    assert table["title"] == "2 ranks: beside"
+    assert [(row[0], row[2]) for row in table["rows"]] == [("a", "2.000 (2.000 to 2.000) of b, goal 1.5"), ("b", None)]
     write_plot(tmp_path / "plot.png", found, "title")
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import logging
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -41,7 +43,8 @@ class GroupCoordinator(Messages):
 
     Collectives run through the calling thread's :class:`~tpoverlap.comm.scheduler.CollectiveScheduler`; one thread at
     a time uses a group. Where a peer dies, hangs or calls something else, they raise PeerLostError,
-    CollectiveTimeoutError, CollectiveMismatchError or CollectiveAbortedError on every rank, and never hang.
+    CollectiveTimeoutError, CollectiveMismatchError or CollectiveAbortedError on every rank, and never hang. Ranks whose
+    configurations differ all get a ConfigError.
     """
 
     def __init__(
@@ -71,7 +74,11 @@ class GroupCoordinator(Messages):
         self._absent: dict[str, Reason] = {CpuProvider.name: Reason.WORLD_SIZE_1} if self.world_size == 1 else {}
         self._providers: list[Provider] = []
         if self.world_size > 1:
-            self._open_channel(emulate_link_gbps)
+            try:
+                self._open_channel(emulate_link_gbps)
+            except ConfigError:
+                self._give_back_groups(sound=True)
+                raise
         self._torch = TorchProvider(self.cpu_group, self.device_group, self._channel, self._cpu_provider)
         self._providers.append(self._torch)
         self._choices: dict[Call, Provider] = {}
@@ -289,8 +296,7 @@ class GroupCoordinator(Messages):
         if self._channel is not None:
             self._channel.destroy()
             self._channel = None
-        for group in {id(g): g for g in (self.cpu_group, self.device_group)}.values():
-            pool.give_back(group, sound)
+        self._give_back_groups(sound)
         self._providers.clear()
         self._choices.clear()
 
@@ -309,6 +315,10 @@ class GroupCoordinator(Messages):
     def _new_group(self, backend: str) -> dist.ProcessGroup:
         return pool.take(backend, self.ranks, self.config.timeout_s)
 
+    def _give_back_groups(self, sound: bool) -> None:
+        for group in {id(g): g for g in (self.cpu_group, self.device_group)}.values():
+            pool.give_back(group, sound)
+
     @property
     def _cpu_provider(self) -> CpuProvider | None:
         return next((p for p in self._providers if isinstance(p, CpuProvider)), None)
@@ -318,9 +328,6 @@ class GroupCoordinator(Messages):
         config, cuda = self.config, self.device.type == "cuda"
         names = [*(GPU_PROVIDERS if cuda else ()), CpuProvider.name]
         largest = max(config.copy_engine_max_bytes, config.max_bytes)
-        if largest == 0:
-            self._absent = dict.fromkeys(names, Reason.DISABLED)
-            return
         key = self.cpu_group.group_name
         store = dist.PrefixStore(f"tpoverlap/{_instances[key]}", self.cpu_group.get_group_store())
         _instances[key] += 1
@@ -328,6 +335,10 @@ class GroupCoordinator(Messages):
         cpu_slot = page_aligned(min(largest, _CPU_SLOT_BYTES))
         layout = gpu_layout(self.world_size, cpu_slot, config) if cuda else Layout(self.world_size, cpu_slot)
         try:
+            _check_agreement(exchange, dataclasses.asdict(config) | {"device": self.device.type})
+            if largest == 0:
+                self._absent = dict.fromkeys(names, Reason.DISABLED)
+                return
             self._channel = Channel(self.unique_name, self.rank_in_group, exchange, layout, config.timeout_s)
         except ChannelError as e:
             self._absent = dict.fromkeys(names, Reason(e.reason))
@@ -381,6 +392,15 @@ def _indexed(device: torch.device) -> torch.device:
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     return device
+
+
+def _check_agreement(exchange: StoreExchange, mine: dict[str, Any]) -> None:
+    """ConfigError on every rank where their settings differ: what they choose by them must be the same."""
+    everyone = exchange.all_gather("config", mine)
+    for field in mine:
+        values = [theirs.get(field) for theirs in everyone]
+        if any(value != values[0] for value in values):
+            raise ConfigError(f"{field} differs between the ranks, {values} in rank order: give all ranks the same")
 
 
 def _checked_ranks(ranks: Sequence[int]) -> list[int]:

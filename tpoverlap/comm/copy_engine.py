@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -65,7 +65,7 @@ class CopyEngineProvider:
 
     name = "copy_engine"
 
-    def __init__(self, segment: GpuSegment, peer_access: bool, num_pieces: int | None = None) -> None:
+    def __init__(self, segment: GpuSegment, peer_access: bool, num_pieces: int | Literal["auto"] = "auto") -> None:
         self._segment = segment
         self._calls = segment.calls
         self._rank = segment.rank
@@ -314,7 +314,7 @@ class CopyEngineProvider:
         return [(b, min(size, num_bytes - b)) for b in range(0, max(num_bytes, 1), size)]
 
     def _pieces(self, num_bytes: int) -> list[range]:
-        count = self._num_pieces or piece_count(num_bytes)
+        count = piece_count(num_bytes) if self._num_pieces == "auto" else self._num_pieces
         size = max(_ALIGNMENT, -(-num_bytes // count // _ALIGNMENT) * _ALIGNMENT)
         return [range(b, min(b + size, num_bytes)) for b in range(0, max(num_bytes, 1), size)]
 

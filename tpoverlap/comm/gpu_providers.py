@@ -83,7 +83,7 @@ def _open(name: str, segment: GpuSegment, config: HostReduceConfig, reachable: b
         if name == "kernel":
             provider = KernelProvider(segment, config.max_bytes)
         elif name == "copy_engine":
-            provider = CopyEngineProvider(segment, reachable)
+            provider = CopyEngineProvider(segment, reachable, config.copy_engine_pieces)
         else:
             provider = CapturedCopyEngineProvider(segment, reachable)
     except TpOverlapError as e:
