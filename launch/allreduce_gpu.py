@@ -36,7 +36,8 @@ class GpuContests:
     notes: ClassVar[tuple[str, ...]] = (
         "Every result was checked on every rank before it was timed: ours bit for bit against the sum in rank order, "
         "NCCL's within rounding.",
-        "A turn begins at a barrier with an input that has just been written; calls follow each other on one stream. "
+        "A turn begins with an input that has just been written and a small all-reduce, which brings the devices "
+        "together and is not timed; calls follow each other on one stream. "
         "Outputs are reused: ours writes out=, NCCL works in place.",
         "full-duplex copy: every rank copies the payload from its GPU to pinned memory and another one back, as single "
         "large copies, all at the same time.",
@@ -56,6 +57,7 @@ class GpuContests:
         )
         self._has_nccl = gpus >= world.local_size
         self._up, self._down = torch.cuda.Stream(), torch.cuda.Stream()
+        self._meeting = torch.zeros(8, device=self._device)
         self._graphs: list[torch.cuda.CUDAGraph] = []
 
     def contest(self, num_bytes: int) -> Contest:
@@ -124,6 +126,10 @@ class GpuContests:
         reached = [goal for least, goal in _GOALS[ours, against] if num_bytes >= least]
         return reached[-1] if reached and reached[-1] != float("inf") else None
 
+    def _meet(self) -> None:
+        """Brings the devices together: the host's barrier leaves them further apart than a small call takes."""
+        self._group.all_reduce(self._meeting)
+
     def _captured(self, call: Callable[[], None], calls: int) -> Callable[[], None]:
         for _ in range(2):
             call()
@@ -169,7 +175,7 @@ class GpuContests:
         per_call: int = 1,
     ) -> Arm:
         """calls: of ``call`` in a turn; per_call: all-reduces that one of them makes."""
-        timed = on_gpu(call, calls)
+        timed = on_gpu(call, calls, first=self._meet)
 
         def checked() -> None:
             payload.refill()

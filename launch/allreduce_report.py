@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from allreduce_contest import ExtraMeasurement, Measurement
+from allreduce_contest import ExtraMeasurement, Measurement, Ratio
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -54,7 +54,7 @@ def missed(measurements: Iterable[ExtraMeasurement]) -> list[str]:
 
 def print_tables(tables_: Iterable[dict[str, Any]]) -> None:
     for table in tables_:
-        cells = [[str(cell) for cell in row] for row in (table["columns"], *table["rows"])]
+        cells = [["-" if cell is None else str(cell) for cell in row] for row in (table["columns"], *table["rows"])]
         widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
         print(f"\n{table['title']}")
         for row in cells:
@@ -86,47 +86,49 @@ def write_plot(path: Path, measurements: Sequence[Measurement], title: str) -> N
 
 
 def _table(title: str, measurements: Sequence[Measurement]) -> dict[str, Any]:
-    first = measurements[0]
-    arms = list(first.slowest.turns)
-    columns = ["payload", *arms]
-    columns += [f"{ratio.ours} / {ratio.against}" for ratio in first.ratios]
+    arms = list(dict.fromkeys(arm for one in measurements for arm in one.slowest.turns))
+    ratios = list(dict.fromkeys((ratio.ours, ratio.against) for one in measurements for ratio in one.ratios))
+    columns = ["payload", *arms, *(f"{ours} / {against}" for ours, against in ratios)]
     columns += [f"{arm}, GB/s" for arm in arms]
     rows = []
     for one in measurements:
-        row: list[str | float] = [one.title, *(one.slowest.time(arm).as_time() for arm in arms)]
-        for ratio in one.ratios:
-            goal = "" if ratio.goal is None else f", goal {ratio.goal:g}"
-            row.append(one.ratio(ratio).as_ratio() + goal)
-        row += [round(one.gb_per_s(arm), 3) for arm in arms]
+        known = {(ratio.ours, ratio.against): ratio for ratio in one.ratios}
+        row: list[str | float | None] = [one.title]
+        row += [one.slowest.time(arm).as_time() if arm in one.slowest.turns else None for arm in arms]
+        row += [_ratio(one, known[names]) if names in known else None for names in ratios]
+        row += [round(one.gb_per_s(arm), 3) if arm in one.slowest.turns else None for arm in arms]
         rows.append(row)
     return {"title": title, "columns": columns, "rows": rows}
+
+
+def _ratio(one: ExtraMeasurement, ratio: Ratio) -> str:
+    goal = "" if ratio.goal is None else f", goal {ratio.goal:g}"
+    return one.ratio(ratio).as_ratio() + goal
 
 
 def _extra_table(extra: ExtraMeasurement) -> dict[str, Any]:
     rows = []
     for arm in extra.slowest.turns:
-        row = [arm, extra.slowest.time(arm).as_time()]
-        for ratio in extra.ratios:
-            if ratio.ours == arm:
-                goal = "" if ratio.goal is None else f", goal {ratio.goal:g}"
-                row.append(f"{extra.ratio(ratio).as_ratio()} of {ratio.against}{goal}")
-        rows.append(row + [None] * (3 - len(row)))
+        ratios = [f"{_ratio(extra, ratio)} (over {ratio.against})" for ratio in extra.ratios if ratio.ours == arm]
+        rows.append([arm, extra.slowest.time(arm).as_time(), ", ".join(ratios) or None])
     return {"title": f"{extra.ranks} ranks: {extra.title}", "columns": ["arm", "time", "ratio"], "rows": rows}
 
 
 def _draw_arms(times: Axes, speeds: Axes, measurements: Sequence[Measurement]) -> None:
-    sizes = [one.num_bytes for one in measurements]
-    for arm in measurements[0].slowest.turns:
-        spreads = [one.slowest.time(arm) for one in measurements]
+    for arm in dict.fromkeys(arm for one in measurements for arm in one.slowest.turns):
+        of_arm = [one for one in measurements if arm in one.slowest.turns]
+        sizes = [one.num_bytes for one in of_arm]
+        spreads = [one.slowest.time(arm) for one in of_arm]
         medians = [spread.median * 1e6 for spread in spreads]
         around = [
             [(spread.median - spread.low) * 1e6 for spread in spreads],
             [(spread.high - spread.median) * 1e6 for spread in spreads],
         ]
-        style = "--" if arm in measurements[0].floors else "-"
+        style = "--" if any(arm in one.floors for one in of_arm) else "-"
         times.errorbar(sizes, medians, around, fmt=f"o{style}", markersize=3.5, capsize=2.5, linewidth=1.4, label=arm)
-        gb_per_s = [one.gb_per_s(arm) for one in measurements]
+        gb_per_s = [one.gb_per_s(arm) for one in of_arm]
         speeds.plot(sizes, gb_per_s, f"o{style}", markersize=3.5, linewidth=1.4)
+    sizes = [one.num_bytes for one in measurements]
     for axes in (times, speeds):
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")

@@ -100,9 +100,24 @@ def test_report_says_ratios_speeds_and_goals(tmp_path: Path) -> None:
     assert figures([extra]) == {"a_over_b_2_ranks_beside": 2.0}
     [table] = tables([], [extra])
     assert table["title"] == "2 ranks: beside"
-    assert [(row[0], row[2]) for row in table["rows"]] == [("a", "2.000 (2.000 to 2.000) of b, goal 1.5"), ("b", None)]
+    assert [(row[0], row[2]) for row in table["rows"]] == [
+        ("a", "2.000 (2.000 to 2.000), goal 1.5 (over b)"),
+        ("b", None),
+    ]
     write_plot(tmp_path / "plot.png", found, "title")
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_payloads_may_have_arms_of_their_own(tmp_path: Path) -> None:
+    small = measurement(2, 4096, 1e-6, 20e-6)
+    large = Measurement(2, "1 MiB", Comparison({"ours": (2e-3,), "floor": (1e-3,)}), (), 1 << 20, ("floor",))
+    [table] = tables([small, large])
+    assert table["columns"][:5] == ["payload", "ours", "peer", "floor", "ours / peer"]
+    assert [[cell is None for cell in row[:5]] for row in table["rows"]] == [
+        [False, False, False, True, False],
+        [False, False, True, False, True],
+    ]
+    write_plot(tmp_path / "plot.png", [small, large], "title")
 
 
 def test_sizes_are_named_as_they_are_given() -> None:
