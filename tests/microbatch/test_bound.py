@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from rank_harness import run_ranks
 from test_executor import RowwiseModel, make_batch, make_group
 
 from tpoverlap.config import OverlapConfig
 from tpoverlap.microbatch import MicroBatchExecutor
-from tpoverlap.microbatch.bound import Segment, best_piece_count, overlapped_time
+from tpoverlap.microbatch.bound import Segment, best_piece_count, overlapped_time, pieces_time
 
 
 def _layers(ratio: float, count: int = 64) -> list[Segment]:
@@ -42,6 +44,48 @@ def test_fewest_pieces_of_equal_bounds_and_overhead_counts() -> None:
     assert best_piece_count([Segment(1.0, 0.001)] * 8, overhead_s=0.01) == 2
     assert best_piece_count(_layers(1.0), overhead_s=0.0) == 4
     assert best_piece_count(_layers(1.0), overhead_s=0.1) == 2
+
+
+def test_pieces_of_other_sizes_by_hand() -> None:
+    # compute: piece 0 to 1, piece 1 to 4; link: 1 to 3, 4 to 5; then piece 0 waits for nothing, piece 1 for its own.
+    rows = [[Segment(1, 2), Segment(3, 1)], [Segment(2, 0), Segment(1, 4)]]
+    assert pieces_time(rows) == 7 + 4
+    assert pieces_time(rows, overhead_s=0.5) == pytest.approx(13)
+
+
+def test_compute_is_slower_only_beside_communication() -> None:
+    # The second piece begins at 1, beside a collective until 4: 3 s in which 2 of its 5 s are done; 3 more alone.
+    rows = [[Segment(1, 3, slowdown=0.5), Segment(5, 1, slowdown=0.5)]]
+    assert pieces_time(rows) == pytest.approx(4 + 3 + 1)
+    assert pieces_time([[Segment(1, 9, slowdown=0.5), Segment(2, 1, slowdown=0.5)]]) == pytest.approx(10 + 1)
+    # Alone in the gap from 4 to 5 between two collectives, at half speed within them.
+    rows = [[Segment(1, 3), Segment(4, 2)], [Segment(1, 0, 1.0), Segment(2, 1, 1.0)]]
+    assert pieces_time(rows) == pytest.approx(10)
+    serial = [Segment(1, 3, slowdown=0.5), Segment(5, 1, slowdown=0.5)]
+    assert overlapped_time(serial, 1) == 10  # one piece never computes beside its own collective
+
+
+@given(
+    rows=st.lists(
+        st.tuples(*[st.tuples(*[st.integers(1, 9)] * 2)] * 3).map(lambda row: [Segment(*part) for part in row]),
+        min_size=1,
+        max_size=12,
+    ),
+    slowdown=st.sampled_from([0.0, 0.25, 1.0]),
+)
+def test_pieces_lie_between_the_busier_resource_and_the_serial_run(rows: list[list[Segment]], slowdown: float) -> None:
+    rows = [[Segment(part.compute_s, part.communication_s, slowdown) for part in row] for row in rows]
+    compute = sum(part.compute_s for row in rows for part in row)
+    communication = sum(part.communication_s for row in rows for part in row)
+    time = pieces_time(rows)
+    assert max(compute, communication) < time + 1e-9
+    assert time <= compute * (1 + slowdown) + communication + 1e-9
+    assert time >= pieces_time([[Segment(p.compute_s, p.communication_s) for p in row] for row in rows]) - 1e-9
+
+
+def test_rows_of_other_lengths_are_refused() -> None:
+    with pytest.raises(ValueError, match="each of 2 pieces, got 1"):
+        pieces_time([[Segment(1, 1)] * 2, [Segment(1, 1)]])
 
 
 def _auto(rank: int) -> list[int]:
