@@ -36,7 +36,7 @@ def measured(**changed: float) -> Measured:
 
 
 def test_the_bound_is_that_of_two_queues() -> None:
-    # A piece's attention takes 0.5, its MLP 1.5, an all-reduce 1. The first MLP waits until 1.5, and all goes on from it.
+    # A piece's attention takes 0.5, its MLP 1.5, an all-reduce 1. The first MLP waits until 1.5.
     bound = measured().with_bounds.turns["bound, 2 pieces, copy engines"]
     assert bound == pytest.approx((5.5, 11.0))
 
