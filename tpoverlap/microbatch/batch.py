@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+
+from tpoverlap.errors import UnsupportedError
 
 
 @dataclass(frozen=True)
@@ -76,11 +80,15 @@ class Batch:
         return self.query_start_loc[-1]
 
     def piece(self, piece: TokenPiece) -> Batch:
-        """The part of the batch that ``piece`` describes; its tensors are views, but for the block table's rows."""
+        """The part of the batch that ``piece`` describes; its tensors are views, but for the block table's rows.
+
+        Raises UnsupportedError for what a subclass adds and :meth:`cut_field` does not cut.
+        """
         tokens = slice(*piece.token_range)
         rows = torch.tensor(piece.request_ids, dtype=torch.long, device=self.block_table.device)
         return dataclasses.replace(
             self,
+            **self._cut_fields(piece),
             input_ids=None if self.input_ids is None else self.input_ids[tokens],
             inputs_embeds=None if self.inputs_embeds is None else self.inputs_embeds[tokens],
             positions=self.positions[..., tokens],
@@ -89,3 +97,27 @@ class Batch:
             block_table=self.block_table.index_select(0, rows),
             slot_mapping=self.slot_mapping[tokens],
         )
+
+    def cut_field(self, name: str, piece: TokenPiece) -> Any:
+        """The value, in ``piece``, of a field that a subclass adds; such subclasses override it.
+
+        name: of a field that is not None. What is per token is cut along ``piece.token_range``, what is per request
+        taken at ``piece.request_ids``; ``super().cut_field(name, piece)`` refuses what else there is.
+        """
+        value = getattr(self, name)
+        what = f"{type(value).__name__} {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
+        raise UnsupportedError(
+            f"{type(self).__name__}.{name} ({what}) cannot be cut into pieces: per token, input_ids, inputs_embeds, "
+            "positions and slot_mapping are; leave it None or override cut_field"
+        )
+
+    def _cut_fields(self, piece: TokenPiece) -> dict[str, Any]:
+        fields = {f.name for f in dataclasses.fields(self)}
+        # An attribute that was set past the dataclass would be missing in the pieces, or be the class's default.
+        for name in vars(self).keys() - fields:
+            if not isinstance(getattr(type(self), name, None), functools.cached_property):
+                Batch.cut_field(self, name, piece)
+        return {name: self.cut_field(name, piece) for name in fields - _OWN_FIELDS if getattr(self, name) is not None}
+
+
+_OWN_FIELDS = frozenset(f.name for f in dataclasses.fields(Batch))

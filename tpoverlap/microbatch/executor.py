@@ -11,16 +11,19 @@ import math
 import threading
 import time
 import weakref
+from collections import Counter
 from contextlib import nullcontext
 
 import torch
 
 from tpoverlap.comm import GroupCoordinator
 from tpoverlap.config import OverlapConfig
-from tpoverlap.errors import UnsupportedError
+from tpoverlap.errors import ConfigError, UnsupportedError
 from tpoverlap.microbatch.batch import Batch
 from tpoverlap.microbatch.cpu_lane import CpuCommLane
 from tpoverlap.microbatch.cuda_lane import CudaCommLane
+from tpoverlap.microbatch.engine_features import EngineFeatures, check_supported
+from tpoverlap.microbatch.foreign_collectives import foreign_collective_watch
 from tpoverlap.microbatch.lane import CommLane, Measurement
 from tpoverlap.microbatch.piece_counts import PieceCounts
 from tpoverlap.microbatch.runs import Forward, Output, PieceContext, PlainRun, Run, SplitRun, WholeRun
@@ -37,7 +40,8 @@ class MicroBatchExecutor:
 
     group: whose collectives the forward pass calls; every rank makes an executor with the same arguments and runs
     the same batches. config: when and how to cut. state_block, balance_position: see
-    :func:`~tpoverlap.microbatch.split.split_tokens`. One thread at a time calls :meth:`run`.
+    :func:`~tpoverlap.microbatch.split.split_tokens`. features: of the engine whose batches these are; ConfigError
+    where they are not supported. One thread at a time calls :meth:`run`.
     """
 
     def __init__(
@@ -47,7 +51,18 @@ class MicroBatchExecutor:
         *,
         state_block: int | None = None,
         balance_position: float = math.inf,
+        features: EngineFeatures | None = None,
     ) -> None:
+        if features is not None:
+            check_supported(features)
+            if features.tensor_parallel_size != group.world_size:
+                raise ConfigError(
+                    f"tensor_parallel_size={features.tensor_parallel_size} is not supported with a group of "
+                    f"{group.world_size} ranks: give the group that the model is sharded over"
+                )
+        self._foreign_operators = features.collective_operators if features is not None else frozenset()
+        self._watched_sizes: set[int] = set()
+        self._run_counts: Counter[str] = Counter()
         self._group = group
         self._config = config or OverlapConfig()
         self._state_block = state_block
@@ -69,6 +84,11 @@ class MicroBatchExecutor:
             self._stats.add_up()
         return self._stats
 
+    @property
+    def run_counts(self) -> dict[str, int]:
+        """How many runs were cut into pieces ("split"), and how many ran whole for each bypass reason."""
+        return dict(self._run_counts)
+
     def run(self, forward: Forward, batch: Batch, *, piece_context: PieceContext | None = None) -> Output:
         """``forward(batch)``, in pieces where that is possible; the pieces' outputs joined along tokens.
 
@@ -76,6 +96,10 @@ class MicroBatchExecutor:
         a context manager for a piece; it is entered at every resume of the piece and left at every hand-over, for
         engines that keep a batch's metadata in globals. Where kernels are batch-invariant the result is the unsplit
         run's, bit for bit.
+
+        UnsupportedError: the batch has fields that it does not know how to cut, or a piece issues a collective by
+        other means than the group, which is looked for in the first split batch and in the first of each further size
+        (power of two of tokens a piece), because engines choose fused operators by size.
 
         The first exception of a piece (or of the unsplit run) is raised here as it was; the other ranks' collectives
         then end with CollectiveAbortedError, and the next run of all ranks resets the group. PieceMismatchError: the
@@ -85,31 +109,37 @@ class MicroBatchExecutor:
             raise UnsupportedError("this executor is already running a batch: one thread at a time may call run")
         try:
             self._recover()
-            pieces, reason = self._pieces(batch)
-            self._stats = stats = RunStats(
-                num_tokens=batch.num_tokens,
-                piece_tokens=tuple(p.num_tokens for p in pieces),
-                bypass_reason=reason,
-            )
-            self._unresolved = []
-            run = self._run_for(pieces, reason)
+            run: Run | None = None
             started_s = time.perf_counter()
             try:
+                pieces, reason = self._pieces(batch)
+                self._stats = RunStats(
+                    num_tokens=batch.num_tokens,
+                    piece_tokens=tuple(p.num_tokens for p in pieces),
+                    bypass_reason=reason,
+                )
+                self._run_counts[reason or "split"] += 1
+                self._unresolved = []
+                run = self._run_for(pieces, reason)
                 output = run.execute(forward, pieces, piece_context or (lambda piece: nullcontext()))
                 if self._group.device.type != "cpu":
                     # A device's collectives end after the call that issued them. On CPU each has raised by itself,
                     # and a failure that is seen only now belongs to the next run, which a peer has begun already.
                     self._group.check()
                 self._counts.ran(batch.num_tokens, len(pieces))
+                if reason is None:
+                    self._watched_sizes.add(_size_class(pieces))
                 return output
             except BaseException as e:
                 # Peers may already wait for this rank's next collective, and a piece of this rank for theirs.
                 self._group.abort(f"{type(e).__name__} on rank {self._group.rank}: {e}", raised=True)
-                run.settle()
+                if run is not None:
+                    run.settle()
                 raise
             finally:
-                stats.wall_s = time.perf_counter() - started_s
-                self._unresolved = run.measurements
+                if run is not None:
+                    self._stats.wall_s = time.perf_counter() - started_s
+                    self._unresolved = run.measurements
         finally:
             self._running.release()
 
@@ -179,4 +209,13 @@ class MicroBatchExecutor:
             worker = Worker(f"tpoverlap-piece-{len(self._workers)}")
             weakref.finalize(self, worker.close).atexit = False
             self._workers.append(worker)
-        return SplitRun(self._workers[: len(pieces)], self._lane)
+        watched = _size_class(pieces) in self._watched_sizes
+        return SplitRun(
+            self._workers[: len(pieces)],
+            self._lane,
+            None if watched else lambda: foreign_collective_watch(self._foreign_operators),
+        )
+
+
+def _size_class(pieces: list[Batch]) -> int:
+    return max(piece.num_tokens for piece in pieces).bit_length()

@@ -6,7 +6,7 @@ import contextvars
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -14,6 +14,7 @@ import torch
 from tpoverlap.comm import use_scheduler
 from tpoverlap.errors import PieceMismatchError, UnsupportedError
 from tpoverlap.microbatch.batch import Batch
+from tpoverlap.microbatch.foreign_collectives import ForeignCollectiveWatch
 from tpoverlap.microbatch.lane import CommLane, Measurement, Stamp
 from tpoverlap.microbatch.stats import IntervalKind
 from tpoverlap.microbatch.thread_state import ThreadState
@@ -96,10 +97,14 @@ class SplitRun:
     after segment j of piece k - 1, whose cache writes it may read.
     """
 
-    def __init__(self, workers: list[Worker], lane: CommLane) -> None:
+    def __init__(
+        self, workers: list[Worker], lane: CommLane, make_watch: Callable[[], ForeignCollectiveWatch] | None = None
+    ) -> None:
+        """make_watch: for a run whose pieces are watched for collectives that are not the group's."""
         self.measurements: list[Measurement] = []
         self._workers = workers
         self._lane = lane
+        self._make_watch = make_watch
         self._state = ThreadState.of_this_thread()
         # A piece's turn: its semaphore is released when the turn comes to it.
         self._turns = [threading.Semaphore(0) for _ in workers]
@@ -115,7 +120,8 @@ class SplitRun:
     def execute(self, forward: Forward, pieces: list[Batch], piece_context: PieceContext) -> Output:
         for k, (worker, piece) in enumerate(zip(self._workers, pieces, strict=True)):
             context = contextvars.copy_context()
-            scheduler = _PieceScheduler(self, k, piece, piece_context)
+            watch = self._make_watch() if self._make_watch else None
+            scheduler = _PieceScheduler(self, k, piece, piece_context, watch)
 
             def task(k: int = k, context: Any = context, scheduler: _PieceScheduler = scheduler) -> None:
                 try:
@@ -130,7 +136,7 @@ class SplitRun:
             idle.wait()
         if self._error is not None:
             raise self._error
-        return _join(self._outputs)
+        return _join(self._outputs, [piece.num_tokens for piece in pieces])
 
     def settle(self) -> None:
         # An interrupt of the caller comes here while the pieces are at work.
@@ -224,8 +230,16 @@ class SplitRun:
 class _PieceScheduler:
     """The CollectiveScheduler of one piece's thread."""
 
-    def __init__(self, run: SplitRun, k: int, piece: Batch, piece_context: PieceContext) -> None:
+    def __init__(
+        self,
+        run: SplitRun,
+        k: int,
+        piece: Batch,
+        piece_context: PieceContext,
+        watch: ForeignCollectiveWatch | None,
+    ) -> None:
         self._run = run
+        self._watch = watch
         self._k = k
         self._piece = piece
         self._piece_context = piece_context
@@ -236,7 +250,8 @@ class _PieceScheduler:
     def run_forward(self, forward: Forward) -> Output:
         self._resume()
         try:
-            output = forward(self._piece)
+            with self._watch.watching() if self._watch else nullcontext():
+                output = forward(self._piece)
         except BaseException as e:
             self._suspend(e)
             raise
@@ -245,7 +260,8 @@ class _PieceScheduler:
 
     def run(self, name: str, inputs: Sequence[torch.Tensor], launch: Callable[[], T]) -> T:
         self._suspend()
-        result = self._run.collective(self._k, name, inputs, launch)
+        with self._watch.collective_of_the_group() if self._watch else nullcontext():
+            result = self._run.collective(self._k, name, inputs, launch)
         self._resume()
         return result
 
@@ -269,16 +285,26 @@ def num_bytes(tensors: Sequence[torch.Tensor]) -> int:
     return sum(t.numel() * t.element_size() for t in tensors)
 
 
-def _join(outputs: list[Any]) -> Output:
+def _join(outputs: list[Any], token_counts: list[int]) -> Output:
     """The pieces' outputs, one row a token, as those of the whole batch."""
     first = outputs[0]
     if all(isinstance(o, torch.Tensor) for o in outputs):
-        return torch.cat(outputs)
+        return _join_rows(outputs, token_counts)
     if all(
         isinstance(o, tuple) and len(o) == len(first) and all(isinstance(t, torch.Tensor) for t in o) for o in outputs
     ):
-        return tuple(torch.cat(parts) for parts in zip(*outputs, strict=True))
+        return tuple(_join_rows(parts, token_counts) for parts in zip(*outputs, strict=True))
     raise UnsupportedError(
         f"forward returned {sorted({type(o).__name__ for o in outputs})}: a tensor, or a tuple of tensors of one "
         "length, with one row a token, is supported"
     )
+
+
+def _join_rows(parts: Sequence[torch.Tensor], token_counts: list[int]) -> torch.Tensor:
+    for part, count in zip(parts, token_counts, strict=True):
+        if part.dim() == 0 or part.shape[0] != count:
+            raise UnsupportedError(
+                f"forward returned a tensor {tuple(part.shape)} for a piece of {count} tokens: tensors with one row a "
+                "token are supported, and what it reads per token must come from the batch that it is given"
+            )
+    return torch.cat(list(parts))
