@@ -145,6 +145,50 @@ def test_batches_that_run_whole_say_why() -> None:
     run_ranks(_bypasses, 2)
 
 
+def _bypass_counts(rank: int) -> None:
+    group = make_group()
+    model = RowwiseModel(group)
+    executor = MicroBatchExecutor(group, OverlapConfig(min_tokens=32, num_pieces=2, cut_multiple=16))
+    one_token_each = Batch(
+        inputs_embeds=torch.randn(40, 16),
+        positions=torch.arange(40),
+        query_start_loc=list(range(41)),
+        seq_lens=[9] * 40,
+        block_table=torch.zeros(40, 1, dtype=torch.int32),
+        slot_mapping=torch.arange(40),
+    )
+    assert executor.run_counts == {}
+    small, large = make_batch(31), make_batch(32)
+    for batch in (small, large, make_batch(40, num_draft_tokens=1), small, one_token_each, large, small, large, large):
+        executor.run(model, batch)
+    executor.run(model, make_batch(40, num_padding_tokens=3))
+    assert executor.run_counts == {
+        "split": 4,
+        "below_min_tokens": 3,
+        "draft_tokens": 1,
+        "decode_only": 1,
+        "padded": 1,
+    }
+    assert sum(executor.run_counts.values()) == 10
+    # A run that fails counts too, but not one that does not begin because a peer has failed before.
+    with pytest.raises((ZeroDivisionError, CollectiveAbortedError)) as caught:
+        executor.run(lambda batch: 1 // 0, large)  # type: ignore[arg-type,return-value]
+    executor.run(model, large)
+    assert executor.run_counts["split"] == (6 if caught.type is ZeroDivisionError else 5)
+    coarse = MicroBatchExecutor(group, OverlapConfig(min_tokens=32, cut_multiple=128))
+    off = MicroBatchExecutor(group)
+    alone = MicroBatchExecutor(GroupCoordinator([dist.get_rank()], rank, "cpu"), OverlapConfig(min_tokens=1))
+    for reason, other in {"no_valid_cut": coarse, "off": off, "world_size_1": alone}.items():
+        for _ in range(3):
+            other.run(model, large)
+        assert other.run_counts == {reason: 3}
+    group.destroy()
+
+
+def test_runs_are_counted_by_what_became_of_them() -> None:
+    run_ranks(_bypass_counts, 2)
+
+
 def _state(rank: int) -> None:
     group = make_group()
     executor = MicroBatchExecutor(group, OverlapConfig(min_tokens=1, num_pieces=2, cut_multiple=1))

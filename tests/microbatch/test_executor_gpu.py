@@ -179,6 +179,7 @@ def _eager_decode_is_not_measured(rank: int) -> None:
     with torch.cuda.graph(graph):
         captured = executor.run(LayerStack(group), static)
     assert executor.stats.bypass_reason == "captured"
+    assert executor.run_counts == {"decode_only": 1, "captured": 1}
     graph.replay()
     torch.cuda.synchronize()
     assert torch.equal(captured, LayerStack(group)(static))
