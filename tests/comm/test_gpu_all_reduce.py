@@ -53,7 +53,22 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 def _sizes(rank: int, nccl: bool) -> dict[str, int]:
     n = dist.get_world_size()
     group = make_group()
-    sizes = [2, 6, 16, 30, 2 * KIB, 10_000, 64 * KIB, 256 * KIB, 256 * KIB + 2, MIB, 3 * MIB + 6, 8_192_000, 16 * MIB]
+    sizes = [
+        2,
+        6,
+        16,
+        30,
+        2 * KIB,
+        10_000,
+        64 * KIB,
+        64 * KIB + 2,
+        256 * KIB,
+        256 * KIB + 2,
+        MIB,
+        3 * MIB + 6,
+        8_192_000,
+        16 * MIB,
+    ]
     sizes += [20 * MIB, 33 * MIB + 2, 64 * MIB] if n == 2 else [21 * MIB]
     for dtype in DTYPES:
         for seed, size in enumerate(sizes):

@@ -34,15 +34,18 @@ def piece_count(num_bytes: int) -> int:
     return _MOST_PIECES
 
 
-_PIECES = ((512 << 10, 1), (1 << 20, 2), (6 << 20, 4))
-_MOST_PIECES = 4
+# Within 3 % of the best of 1 to 16 on two H200 behind PCIe 5 x16: docs/benchmarks.md.
+_PIECES = ((1 << 20, 1), (3 << 20, 2), (6 << 20, 3), (12 << 20, 4))
+_MOST_PIECES = 6
 
 
 @dataclass(frozen=True, slots=True)
 class _Chunk:
-    """An operation's share of a payload. pieces: (begin, size) in bytes behind the share's start; none is empty."""
+    """An operation's share of a payload. begin: its first byte. pieces: (begin, size) in bytes behind that; none is
+    empty."""
 
     elements: slice
+    begin: int
     pieces: list[tuple[int, int]]
 
 
@@ -52,7 +55,6 @@ class _Plan:
 
     description: str
     chunks: list[_Chunk]
-    run: Callable[[torch.Tensor, torch.Tensor, _Chunk], None]
 
 
 class CopyEngineProvider:
@@ -100,12 +102,12 @@ class CopyEngineProvider:
         channel = self._segment.channel
         channel.begin(plan.description)
         try:
-            if len(plan.chunks) == 1:
-                plan.run(source, target, plan.chunks[0])
+            if self._world_size == 2:
+                self._exchange(source, target, plan.chunks)
             else:
                 flat, flat_target = source.view(-1), target.view(-1)
                 for chunk in plan.chunks:
-                    plan.run(flat[chunk.elements], flat_target[chunk.elements], chunk)
+                    self._two_shots(flat[chunk.elements], flat_target[chunk.elements])
         except BaseException as e:
             channel.interrupted(e)
             raise
@@ -194,43 +196,46 @@ class CopyEngineProvider:
                 self._plans.clear()
             item = dtype.itemsize
             chunks = [
-                _Chunk(slice(b // item, (b + size) // item), [(r.start, len(r)) for r in self._pieces(size) if r])
+                _Chunk(slice(b // item, (b + size) // item), b, [(r.start, len(r)) for r in self._pieces(size) if r])
                 for b, size in self._chunks(num_elements * item, 1)
             ]
             description = describe("all_reduce", torch.empty(num_elements, dtype=dtype, device="meta"), self.name)
-            run = self._exchange if self._world_size == 2 else self._two_shots
-            plan = self._plans[dtype, num_elements] = _Plan(description, chunks, run)
+            plan = self._plans[dtype, num_elements] = _Plan(description, chunks)
         return plan
 
-    def _exchange(self, x: torch.Tensor, out: torch.Tensor, chunk: _Chunk) -> None:
+    def _exchange(self, x: torch.Tensor, out: torch.Tensor, chunks: list[_Chunk]) -> None:
         """Two ranks: each reads the other's payload and adds. The steps of ``one_shot``, with no detour: every
-        microsecond of host time here is one by which the next layer's compute starts later."""
-        segment, calls, region, rank, pieces = self._segment, self._calls, self.region, self._rank, chunk.pieces
+        microsecond of host time here is one by which the next layer's compute starts later. The uploads of a chunk
+        do not wait for the downloads of the one before, but for the peer to have read its slot."""
+        segment, calls, region, rank = self._segment, self._calls, self.region, self._rank
         received = torch.empty_like(x)
         down, up, event = segment.begin(), segment.up, segment.event
-        number, base, slot = region.next_operation(len(pieces), NUM_SLOTS)
+        own_slots, peer_slots = self._slots[rank], self._slots[1 - rank]
         published, theirs = region.published_address[rank], region.published_address[1 - rank]
-        source, own_slot = x.data_ptr(), self._slots[rank][slot]
+        consumed, theirs_consumed = region.consumed_address[rank], region.consumed_address[1 - rank]
         calls.order(up, event, down)
-        calls.wait_at_least(up, region.consumed_address[1 - rank], (number - NUM_SLOTS) & MASK)
-        count = base
-        for begin, size in pieces:
-            calls.to_host(own_slot + begin, source + begin, size, up)
-            count = (count + 1) & MASK
-            calls.write(up, published, count)
-        target, peer_slot = received.data_ptr(), self._slots[1 - rank][slot]
-        count = base
-        for begin, size in pieces:
-            count = (count + 1) & MASK
-            calls.wait_at_least(down, theirs, count)
-            calls.to_device(target + begin, peer_slot + begin, size, down)
-        calls.write(down, region.consumed_address[rank], number)
+        for chunk in chunks:
+            pieces = chunk.pieces
+            number, base, slot = region.next_operation(len(pieces), NUM_SLOTS)
+            source, own_slot = x.data_ptr() + chunk.begin, own_slots[slot]
+            calls.wait_at_least(up, theirs_consumed, (number - NUM_SLOTS) & MASK)
+            count = base
+            for begin, size in pieces:
+                calls.to_host(own_slot + begin, source + begin, size, up)
+                count = (count + 1) & MASK
+                calls.write(up, published, count)
+            target, peer_slot = received.data_ptr() + chunk.begin, peer_slots[slot]
+            count = base
+            for begin, size in pieces:
+                count = (count + 1) & MASK
+                calls.wait_at_least(down, theirs, count)
+                calls.to_device(target + begin, peer_slot + begin, size, down)
+            calls.write(down, consumed, number)
         calls.order(down, event, up)
         torch.add(x, received, out=out)
 
-    def _two_shots(self, x: torch.Tensor, out: torch.Tensor, chunk: _Chunk) -> None:
+    def _two_shots(self, x: torch.Tensor, out: torch.Tensor) -> None:
         """More ranks: each adds its own shard of all, then reads the others' sums."""
-        x, out = x.view(-1), out.view(-1)
         n, item = self._world_size, x.element_size()
         shard = -(-x.numel() // n)
         shard = -(-shard * item // _ALIGNMENT) * _ALIGNMENT // item

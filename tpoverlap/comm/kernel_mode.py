@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from array import array
 from importlib import resources
 
 import torch
@@ -11,7 +12,7 @@ import torch
 from tpoverlap.comm.cpu import REDUCED_DTYPES
 from tpoverlap.comm.device_region import StuckClock
 from tpoverlap.comm.gpu import GpuSegment
-from tpoverlap.comm.layout import KERNEL_CONSUMED, LINE, MAX_WORLD_SIZE
+from tpoverlap.comm.layout import KERNEL_CONSUMED, KERNEL_LINES_BYTES, LINE, MAX_WORLD_SIZE, NUM_SLOTS
 from tpoverlap.comm.protocol import POISON_OFFSET
 from tpoverlap.comm.provider import Call, Reason, describe
 from tpoverlap.comm.words import MASK
@@ -22,6 +23,8 @@ from tpoverlap.cuda.nvrtc import compile_cuda
 # More blocks have more stores in flight; each costs a flag. Measured in docs/benchmarks.
 NUM_BLOCKS = 16
 _THREADS = 512
+# Largest payload that travels in lines, which take twice its bytes and save a trip over the bus.
+_LINES_MAX_BYTES = KERNEL_LINES_BYTES // 2
 
 
 class _Arguments(ctypes.Structure):
@@ -32,10 +35,13 @@ class _Arguments(ctypes.Structure):
         ("out", ctypes.c_uint64),
         ("num_bytes", ctypes.c_uint64),
         ("slots", ctypes.c_uint64 * MAX_WORLD_SIZE),
+        ("lines", ctypes.c_uint64 * MAX_WORLD_SIZE),
         ("flags", ctypes.c_uint64 * MAX_WORLD_SIZE),
         ("consumed", ctypes.c_uint64),
         ("state", ctypes.c_uint64),
         ("slot_bytes", ctypes.c_uint64),
+        ("lines_bytes", ctypes.c_uint64),
+        ("lines_max_bytes", ctypes.c_uint64),
         ("flag_stride", ctypes.c_uint32),
         ("rank", ctypes.c_int32),
         ("world_size", ctypes.c_int32),
@@ -105,12 +111,15 @@ class KernelProvider:
             consumed=segment.device_address + layout.word(segment.rank, KERNEL_CONSUMED),
             state=self.region.state.data_ptr(),
             slot_bytes=layout.kernel_slot_bytes,
+            lines_bytes=KERNEL_LINES_BYTES,
+            lines_max_bytes=_LINES_MAX_BYTES,
             flag_stride=LINE // 4,
             rank=segment.rank,
             world_size=segment.world_size,
         )
         for q in range(segment.world_size):
             arguments.slots[q] = segment.device_address + layout.kernel_slot(q, 0)
+            arguments.lines[q] = segment.device_address + layout.kernel_lines(q, 0)
             arguments.flags[q] = segment.device_address + layout.kernel_flag(q, 0)
         return arguments
 
@@ -125,6 +134,8 @@ class KernelRegion:
         self._first_number = first_number & MASK
         self._flags = [[layout.kernel_flag(q, b) // 4 for b in range(NUM_BLOCKS)] for q in range(segment.world_size)]
         self._consumed = layout.word(segment.rank, KERNEL_CONSUMED) // 4
+        begin, end = (layout.kernel_lines(segment.rank, slot) // 4 for slot in (0, NUM_SLOTS))
+        self._lines = slice(begin, end)
         self._clock = StuckClock(self._signature)
         self.state = torch.zeros(2, dtype=torch.int32, device=segment.device)
         self.restore()
@@ -149,6 +160,8 @@ class KernelRegion:
         torch.cuda.synchronize(self._segment.device)
         for index in (*self._flags[self._segment.rank], self._consumed):
             self._words[index] = number
+        # No line may hold the number of an operation that is to come.
+        self._words[self._lines] = memoryview(array("I", [number]) * (self._lines.stop - self._lines.start))
 
     def close(self) -> None:
         self._segment.close()

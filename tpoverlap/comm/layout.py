@@ -12,7 +12,7 @@ import struct
 from dataclasses import dataclass
 
 MAGIC = b"TPOVRLP1"
-VERSION = 2
+VERSION = 3
 PAGE = 4096
 LINE = 64
 
@@ -37,6 +37,7 @@ _RANK_BYTES = _DESCRIPTORS + NUM_DESCRIPTORS * LINE
 # Protocol words of a rank.
 CPU_PUBLISHED, CPU_CONSUMED, COPY_PUBLISHED, COPY_CONSUMED, KERNEL_CONSUMED, CAPTURED_BUSY = range(6)
 MAX_KERNEL_BLOCKS = PAGE // LINE
+KERNEL_LINES_BYTES = 128 << 10  # of a slot of kernel mode's lines, each of which holds its number beside its data
 MAX_PIECES = 16
 MAX_WORLD_SIZE = 2 * PAGE // (MAX_PIECES * LINE)
 
@@ -109,6 +110,9 @@ class Layout:
     def kernel_slot(self, rank: int, slot: int) -> int:
         return self._kernel_slots + (rank * NUM_SLOTS + slot) * self.kernel_slot_bytes
 
+    def kernel_lines(self, rank: int, slot: int) -> int:
+        return self._kernel_lines + (rank * NUM_SLOTS + slot) * self._kernel_lines_bytes
+
     def copy_slot(self, rank: int, slot: int) -> int:
         return self._copy_slots + (rank * NUM_SLOTS + slot) * self.copy_slot_bytes
 
@@ -124,8 +128,16 @@ class Layout:
         return self._cpu_slots + self.world_size * NUM_SLOTS * self.cpu_slot_bytes
 
     @property
-    def _copy_slots(self) -> int:
+    def _kernel_lines(self) -> int:
         return self._kernel_slots + self.world_size * NUM_SLOTS * self.kernel_slot_bytes
+
+    @property
+    def _kernel_lines_bytes(self) -> int:
+        return KERNEL_LINES_BYTES if self.kernel_slot_bytes else 0
+
+    @property
+    def _copy_slots(self) -> int:
+        return self._kernel_lines + self.world_size * NUM_SLOTS * self._kernel_lines_bytes
 
     @property
     def _captured_slots(self) -> int:
