@@ -8,6 +8,8 @@ output projection is cut along the vocabulary.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -16,6 +18,7 @@ from tpoverlap.microbatch.batch import Batch
 from tpoverlap.model.config import DecoderConfig
 from tpoverlap.model.layers import Attention, AttentionMetadata, DecoderLayer, Group, RMSNorm
 from tpoverlap.model.sharding import RangeShard
+from tpoverlap.model.token_mixer import StateSlots, TokenMixer, blocks_per_state
 
 
 class Decoder(nn.Module):
@@ -46,6 +49,9 @@ class Decoder(nn.Module):
         self.register_buffer("lm_head", lm_head)
         inv_freq = torch.tensor(config.rope_inv_freq, dtype=torch.float32, device=embedding.device)
         self.register_buffer("rope_inv_freq", inv_freq)
+        mixers = [module for module in self.modules() if isinstance(module, TokenMixer)]
+        self.state_block = mixers[0].state_block if mixers else None
+        self._blocks_per_state = 0
 
     embedding: torch.Tensor
     lm_head: torch.Tensor
@@ -63,15 +69,33 @@ class Decoder(nn.Module):
     def allocate_kv_cache(self, num_blocks: int, block_size: int) -> None:
         """Gives each layer a zeroed cache of ``num_blocks`` blocks of ``block_size`` tokens for this rank's KV heads.
 
-        A cache that was there before is dropped.
+        A cache that was there before is dropped. Layers with a recurrent state get a slot for it for every
+        ``state_block`` tokens: block tables then hold whole runs of ``state_block`` / ``block_size`` blocks that begin
+        at a multiple of that number, so that a run's number is also that of its slot.
+
+        Errors: ConfigError unless ``state_block`` is a multiple of ``block_size``, and the blocks are whole runs.
         """
+        if self.state_block is not None:
+            self._blocks_per_state = blocks_per_state(self.state_block, num_blocks, block_size)
         for module in self.modules():
             if isinstance(module, Attention):
                 module.allocate_kv_cache(num_blocks, block_size, self.dtype, self.device)
+            elif isinstance(module, TokenMixer):
+                module.allocate_states(num_blocks // self._blocks_per_state, self.device)
+
+    def metadata(self, batch: Batch) -> AttentionMetadata:
+        """What :meth:`forward` derives from ``batch``; a caller that captures a CUDA graph makes it before."""
+        metadata = AttentionMetadata.of(batch)
+        if self.state_block is None:
+            return metadata
+        slots = StateSlots.of(metadata, self.state_block, self._blocks_per_state)
+        return replace(metadata, state_slots=slots)
 
     @torch.inference_mode()
-    def forward(self, batch: Batch) -> torch.Tensor:
+    def forward(self, batch: Batch, metadata: AttentionMetadata | None = None) -> torch.Tensor:
         """Runs the packed requests of ``batch``, whose tensors are on the model's device. A collective.
+
+        metadata: of this batch, where it has been made already.
 
         Their keys and values go to the cache. Returns the hidden states after the last norm, [tokens, hidden] in the
         model's dtype, with the same bits on every rank. Padding tokens are computed too; their rows mean nothing.
@@ -89,7 +113,7 @@ class Decoder(nn.Module):
             hidden = batch.inputs_embeds
         angles = batch.positions.float()[:, None] * self.rope_inv_freq
         rotary = angles.cos().to(self.dtype), angles.sin().to(self.dtype)
-        metadata = AttentionMetadata.of(batch)
+        metadata = metadata or self.metadata(batch)
         for layer in self.layers:
             hidden = layer(hidden, rotary, metadata)
         return self.norm(hidden)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -12,6 +12,9 @@ from torch import nn
 
 from tpoverlap.attention import allocate_kv_cache, paged_decode, paged_prefill, write_kv
 from tpoverlap.microbatch.batch import Batch
+
+if TYPE_CHECKING:
+    from tpoverlap.model.token_mixer import StateSlots
 
 Rotary = tuple[torch.Tensor, torch.Tensor]
 
@@ -32,7 +35,10 @@ class Group(Protocol):
 
 @dataclass(frozen=True)
 class AttentionMetadata:
-    """What the attention of every layer needs to know of a batch; tensors are on the model's device."""
+    """What the attention of every layer needs to know of a batch; tensors are on the model's device.
+
+    query_start_loc: host ints. state_slots: where recurrent states lie; None: the model has none.
+    """
 
     block_table: torch.Tensor
     slot_mapping: torch.Tensor
@@ -40,6 +46,8 @@ class AttentionMetadata:
     seq_lens: torch.Tensor
     max_query_len: int
     decode_only: bool
+    query_start_loc: tuple[int, ...]
+    state_slots: StateSlots | None = None
 
     @classmethod
     def of(cls, batch: Batch) -> AttentionMetadata:
@@ -53,13 +61,14 @@ class AttentionMetadata:
             seq_lens=torch.tensor(list(batch.seq_lens), dtype=torch.int32).to(device, non_blocking=True),
             max_query_len=max((stop - start for start, stop in pairwise(starts)), default=0),
             decode_only=starts == list(range(len(starts))) and batch.num_padding_tokens == 0,
+            query_start_loc=tuple(starts),
         )
 
 
 class DecoderLayer(nn.Module):
-    """Pre-norm residual layer: attention, then MLP."""
+    """Pre-norm residual layer: attention (or what takes its place, called alike), then MLP."""
 
-    def __init__(self, input_norm: RMSNorm, attention: Attention, post_attention_norm: RMSNorm, mlp: MLP) -> None:
+    def __init__(self, input_norm: RMSNorm, attention: nn.Module, post_attention_norm: RMSNorm, mlp: MLP) -> None:
         super().__init__()
         self.input_norm = input_norm
         self.attention = attention
@@ -75,7 +84,10 @@ class Attention(nn.Module):
     """Causal grouped-query attention over a paged cache.
 
     qkv: this rank's query, key and value heads, fused in that order. q_norm, k_norm: over each head, before the
-    rotation; None: the architecture has none.
+    rotation; None: the architecture has none. output_gate: ``qkv`` begins with a gate for each query head, whose
+    sigmoid scales that head's result.
+
+    prefill_backend, prefill_num_splits: as :func:`~tpoverlap.attention.paged_prefill` takes them.
     """
 
     def __init__(
@@ -87,26 +99,32 @@ class Attention(nn.Module):
         q_norm: RMSNorm | None,
         k_norm: RMSNorm | None,
         o: RowParallel,
+        *,
+        output_gate: bool = False,
     ) -> None:
         super().__init__()
-        self.heads = (num_query_heads, num_kv_heads, num_kv_heads)
+        self.heads = (*((num_query_heads,) if output_gate else ()), num_query_heads, num_kv_heads, num_kv_heads)
         self.head_dim = head_dim
         self.qkv = qkv
         self.q_norm = q_norm
         self.k_norm = k_norm
         self.o = o
+        self.prefill_backend = "auto"
+        self.prefill_num_splits: int | None = None
         self.kv_cache: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def allocate_kv_cache(self, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device) -> None:
         self.kv_cache = allocate_kv_cache(
-            num_blocks, block_size, self.heads[1], self.head_dim, dtype=dtype, device=device
+            num_blocks, block_size, self.heads[-1], self.head_dim, dtype=dtype, device=device
         )
 
     def forward(self, x: torch.Tensor, rotary: Rotary, metadata: AttentionMetadata) -> torch.Tensor:
-        q, k, v = self.qkv(x).view(x.shape[0], -1, self.head_dim).split(self.heads, dim=1)
+        *gate, q, k, v = self.qkv(x).view(x.shape[0], -1, self.head_dim).split(self.heads, dim=1)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         attended = self._attend(rotate(q, rotary), rotate(k, rotary), v, metadata)
+        if gate:
+            attended = attended * gate[0].sigmoid()
         return self.o(attended.flatten(1))
 
     def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, metadata: AttentionMetadata) -> torch.Tensor:
@@ -124,6 +142,8 @@ class Attention(nn.Module):
             metadata.cu_seqlens_q,
             metadata.seq_lens,
             max_query_len=metadata.max_query_len,
+            backend=self.prefill_backend,
+            num_splits=self.prefill_num_splits,
         )
 
 
@@ -172,9 +192,8 @@ class RMSNorm(nn.Module):
     weight: torch.Tensor
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        normed = x.float()
-        normed = normed * torch.rsqrt(normed.square().mean(-1, keepdim=True) + self.eps)
-        return self.weight * normed.to(x.dtype)
+        # Rounded to the dtype before the weight, as transformers does it.
+        return self.weight * F.rms_norm(x, x.shape[-1:], eps=self.eps)
 
 
 def rotate(x: torch.Tensor, rotary: Rotary) -> torch.Tensor:
