@@ -9,6 +9,7 @@ import torch
 
 from tpoverlap.errors import ConfigError
 from tpoverlap.quant.nvfp4 import NVFP4Tensor, dequantize
+from tpoverlap.quant.nvfp4.tiles import Tile
 
 
 @dataclass
@@ -24,7 +25,8 @@ class DequantWorkspace:
 
     The pieces of a split batch take turns at every collective, so piece 1 asks for the same weights right after
     piece 0 did: the two linears of a segment (QKV and output, gate-up and down projection) with the default capacity of
-    2 are dequantized once per layer and batch. ``dequantizations`` counts the calls that had to dequantize.
+    2 are dequantized once per layer and batch. ``dequantizations`` counts the calls that had to dequantize. ``tile``:
+    as :func:`~tpoverlap.quant.nvfp4.dequantize` takes it.
 
     A tensor that :meth:`dense` returns is valid for work that its stream is given before ``capacity`` further weights
     are asked for on it; use it at once. Buffers belong to one stream each, so two streams never share one. A weight
@@ -38,13 +40,14 @@ class DequantWorkspace:
             raise ConfigError(f"capacity={capacity!r} is not supported: give an integer >= 1")
         self.capacity = capacity
         self.dequantizations = 0
+        self.tile: Tile | None = None
         self._streams: dict[object, OrderedDict[tuple[int, torch.dtype], _Slot]] = {}
 
     def dense(self, weight: NVFP4Tensor, dtype: torch.dtype) -> torch.Tensor:
         """The weight's values [N, K] in ``dtype``, dequantized unless they are still here. Do not write to them."""
         if weight.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             self.dequantizations += 1
-            return dequantize(weight, dtype)
+            return dequantize(weight, dtype, tile=self.tile)
         slots = self._streams.setdefault(_stream_key(weight.device), OrderedDict())
         key = (weight.codes.data_ptr(), dtype)
         versions = _versions(weight)
@@ -65,7 +68,7 @@ class DequantWorkspace:
             with torch.inference_mode(False):  # an inference tensor could not be written outside inference mode
                 storage = torch.empty(size, dtype=torch.uint8, device=weight.device)
         dense = storage[:size].view(dtype).view(weight.shape)
-        dequantize(weight, dtype, out=dense)
+        dequantize(weight, dtype, out=dense, tile=self.tile)
         slots[key] = _Slot(storage, dense, weight, versions)
         self.dequantizations += 1
         return dense

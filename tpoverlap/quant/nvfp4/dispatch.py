@@ -10,6 +10,7 @@ from tpoverlap.errors import ConfigError, UnsupportedError
 from tpoverlap.quant.nvfp4 import torch_backend, triton_backend
 from tpoverlap.quant.nvfp4.format import NVFP4Tensor
 from tpoverlap.quant.nvfp4.qpn2 import QPN2Tensor, from_qpn2
+from tpoverlap.quant.nvfp4.tiles import Tile
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -20,12 +21,14 @@ def dequantize(
     *,
     out: torch.Tensor | None = None,
     backend: Literal["auto", "torch", "triton"] = "auto",
+    tile: Tile | None = None,
 ) -> torch.Tensor:
     """The weight's values [N, K] in FP16, BF16 or FP32, row-major for both layouts.
 
     Value = code * (scale * global_scale), computed in FP32 in exactly that order and rounded once to ``dtype``; every
     backend gives the same bits. NaN scales give NaN. ``out``: contiguous [N, K] of that dtype, on the weight's device.
-    ``backend``: ``"auto"`` takes Triton on CUDA where it is installed, and torch otherwise.
+    ``backend``: ``"auto"`` takes Triton on CUDA where it is installed, and torch otherwise. ``tile``: what one program
+    of the Triton kernels takes; None: what the device's table entry says.
 
     Raises ValueError for another dtype or an ``out`` that does not fit, ConfigError for an unknown backend,
     UnsupportedError where Triton was asked and cannot run.
@@ -47,7 +50,7 @@ def dequantize(
             f"it must be contiguous {dtype} {list(t.shape)} on {t.device}"
         )
     if use_triton:
-        triton_backend.dequantize_into(t, out)
+        triton_backend.dequantize_into(t, out, tile)
     else:
         torch_backend.dequantize_into(t if isinstance(t, NVFP4Tensor) else from_qpn2(t), out)
     return out
