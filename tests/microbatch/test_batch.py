@@ -36,6 +36,22 @@ def test_a_piece_gets_its_tokens_and_requests() -> None:
     assert (tuple(piece.query_start_loc), tuple(piece.seq_lens)) == ((0, 6), (8,))
 
 
+@pytest.mark.parametrize("inference", [False, True])
+def test_a_pieces_tensors_share_memory_and_are_no_views(inference: bool) -> None:
+    with torch.inference_mode(inference):
+        batch = Batch(**fields())  # type: ignore[arg-type]
+        piece = batch.piece(CROSSED)
+    for name in ("input_ids", "positions", "slot_mapping"):
+        whole, part = getattr(batch, name), getattr(piece, name)
+        assert part._base is None
+        assert part.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
+    embeds = torch.randn(12, 4, requires_grad=True)
+    values = {**fields(), "input_ids": None, "inputs_embeds": embeds}
+    part = Batch(**values).piece(CROSSED).inputs_embeds  # type: ignore[arg-type]
+    assert part is not None
+    assert part.requires_grad, "so that a collective can refuse it"
+
+
 @dataclass(frozen=True)
 class TypedBatch(Batch):
     token_types: torch.Tensor | None = None

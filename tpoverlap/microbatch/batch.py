@@ -80,7 +80,7 @@ class Batch:
         return self.query_start_loc[-1]
 
     def piece(self, piece: TokenPiece) -> Batch:
-        """The part of the batch that ``piece`` describes; its tensors are views, but for the block table's rows.
+        """The part of the batch that ``piece`` describes; its tensors share memory, but for the block table's rows.
 
         Raises UnsupportedError for what a subclass adds and :meth:`cut_field` does not cut.
         """
@@ -89,13 +89,13 @@ class Batch:
         return dataclasses.replace(
             self,
             **self._cut_fields(piece),
-            input_ids=None if self.input_ids is None else self.input_ids[tokens],
-            inputs_embeds=None if self.inputs_embeds is None else self.inputs_embeds[tokens],
-            positions=self.positions[..., tokens],
+            input_ids=None if self.input_ids is None else _plain(self.input_ids[tokens]),
+            inputs_embeds=None if self.inputs_embeds is None else _plain(self.inputs_embeds[tokens]),
+            positions=_plain(self.positions[..., tokens]),
             query_start_loc=piece.query_start_loc,
             seq_lens=piece.seq_lens,
             block_table=self.block_table.index_select(0, rows),
-            slot_mapping=self.slot_mapping[tokens],
+            slot_mapping=_plain(self.slot_mapping[tokens]),
         )
 
     def cut_field(self, name: str, piece: TokenPiece) -> Any:
@@ -121,3 +121,8 @@ class Batch:
 
 
 _OWN_FIELDS = frozenset(f.name for f in dataclasses.fields(Batch))
+
+
+def _plain(view: torch.Tensor) -> torch.Tensor:
+    """The same memory, not marked as a view: a compiled model would be compiled once more for views."""
+    return view if view.requires_grad else view.detach()
