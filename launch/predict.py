@@ -23,7 +23,7 @@ import predict_h200 as h200
 import predict_reference as reference
 from allreduce_report import print_tables
 from bench_common import write_json
-from predict_model import SHAPES, Prediction, Predictor, at_speed, chunks
+from predict_model import SHAPES, Prediction, Predictor, at_speed, chunks, equal_cuts
 from predict_tables import DeviceTables, read_tables
 
 from tpoverlap.errors import ConfigError
@@ -124,7 +124,7 @@ def _cuts(predictor: Predictor, transport: str, tokens: int, chunk: int) -> Tabl
         borders = [0, *best.cuts, size]
         sizes = " + ".join(str(b - a) for a, b in itertools.pairwise(borders))
         whole = predictor.whole(transport, context, size)
-        halves = predictor.split(transport, context, size, (size - size // 2,))
+        halves = predictor.split(transport, context, size, equal_cuts(size, 2))
         times = [duration(seconds) for seconds in (best.seconds, halves.seconds, whole.seconds)]
         rows.append([context, len(best.cuts) + 1, sizes, *times])
     return {

@@ -1,6 +1,6 @@
 """The reference: two Quadro RTX 8000 without peer access, a 27B NVFP4 model in chunks of 1600 tokens.
 
-Everything here but one number follows from figures that were published for that machine:
+Everything here but one number follows from figures that were reported for that machine:
 
 - 150k tokens run serially took, per card: attention 47 s, from which a key in a wave of attention blocks; NCCL 96.4 s,
   an all-reduce of a chunk (16,384,000 B); other kernels 64.0 s, the projections and what goes with them, after
@@ -182,7 +182,7 @@ def tables_with(half_tokens: float, assumed: Assumed = Assumed()) -> DeviceTable
 
     return DeviceTables(
         name=NAME,
-        sources=("published figures of two Quadro RTX 8000: see launch/predict_reference.py",),
+        sources=("reported figures of two Quadro RTX 8000: see launch/predict_reference.py",),
         shape=SHAPE,
         ranks=RANKS,
         mixer=projections(shape.mixer_weights),

@@ -1,4 +1,4 @@
-"""The prediction of published and measured times: within 10 %, and the page that says so is true."""
+"""The prediction of reported and measured times: within 10 %, and the page that says so is true."""
 
 from __future__ import annotations
 
