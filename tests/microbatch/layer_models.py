@@ -12,7 +12,7 @@ from typing import Protocol
 
 import torch
 
-from tpoverlap.attention import allocate_kv_cache, slot_mapping
+from tpoverlap.attention import allocate_kv_cache, paged_prefill, slot_mapping, write_kv
 from tpoverlap.comm import GroupCoordinator
 from tpoverlap.microbatch import Batch
 
@@ -93,6 +93,61 @@ class ExactMath:
             visible = torch.ones(count, length, dtype=torch.bool, device=q.device).tril(length - count)
             weights = torch.where(visible[:, None], torch.remainder(q[rows] @ keys.T, 8), 0)
             out[rows] = _wrapped(weights @ values)
+        return out
+
+
+class TritonMath:
+    """Floating point: products in fixed tiles, the package's paged attention, everything else element by element."""
+
+    head_dim = 64
+    hidden = 128
+    dtype = torch.float16
+
+    def __init__(self, device: str = "cuda") -> None:
+        self.device = device
+
+    def values(self, *shape: int, generator: torch.Generator) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).to(self.device, self.dtype)
+
+    def weight(self, rows: int, columns: int, generator: torch.Generator) -> torch.Tensor:
+        return (torch.randn(rows, columns, generator=generator) / rows**0.5).to(self.device, self.dtype)
+
+    def linear(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        from fixed_tile_matmul import fixed_tile_matmul
+
+        return fixed_tile_matmul(x, weight)
+
+    def activation(self, x: torch.Tensor) -> torch.Tensor:
+        return x.sin()
+
+    def residual(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return (x + y).tanh()
+
+    def attend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        batch: Batch,
+    ) -> torch.Tensor:
+        write_kv(k, v, k_cache, v_cache, batch.slot_mapping)
+        starts, lens = (
+            torch.tensor(x, dtype=torch.int32, device=q.device) for x in (batch.query_start_loc, batch.seq_lens)
+        )
+        out = paged_prefill(
+            q,
+            k_cache,
+            v_cache,
+            batch.block_table,
+            starts,
+            lens,
+            batch_invariant=True,
+            backend="triton",
+            max_query_len=batch.num_tokens,
+        )
+        assert isinstance(out, torch.Tensor)
         return out
 
 

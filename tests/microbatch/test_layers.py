@@ -8,10 +8,11 @@ import random
 import pytest
 import torch
 import torch.distributed as dist
-from layer_models import ExactMath, ExpertModel, PagedModel, SequenceParallelModel, Trace, random_batch, turns
+from layer_models import ExactMath, ExpertModel, Math, PagedModel, SequenceParallelModel, Trace, random_batch, turns
 from rank_harness import run_ranks
 from test_executor import make_group
 
+from tpoverlap.comm import GroupCoordinator
 from tpoverlap.config import OverlapConfig
 from tpoverlap.errors import CollectiveAbortedError, CollectiveMismatchError
 from tpoverlap.microbatch import MicroBatchExecutor
@@ -20,20 +21,27 @@ ATTENTION_AND_MLP = ["all_reduce"] * 4
 GATHERED = ["all_gather", "reduce_scatter"] * 2 + ["all_gather"]
 
 
-def _paged(rank: int, batches: int, first_seed: int) -> int:
-    group = make_group()
-    exact = ExactMath()
-    model = PagedModel(group, exact, seed=first_seed)
+def compare_random_batches(group: GroupCoordinator, math: Math, first_seed: int, batches: int) -> int:
+    """Random batches in pieces against the same ones whole: outputs, caches and the order of the pieces' collectives.
+
+    Returns how many had more than one piece.
+    """
+    model = PagedModel(group, math, seed=first_seed)
+    executors: dict[tuple[object, ...], MicroBatchExecutor] = {}
     split = 0
     for seed in range(first_seed, first_seed + batches):
         rng = random.Random(seed)
-        batch = random_batch(seed, exact)
-        executor = MicroBatchExecutor(
-            group,
-            OverlapConfig(min_tokens=1, num_pieces=rng.choice([2, 3, 4]), cut_multiple=rng.choice([1, 4, 32])),
-            state_block=rng.choice([None, None, 16]),
-            balance_position=rng.choice([mathlib.inf, 50.0]),
+        batch = random_batch(seed, math)
+        key = num_pieces, multiple, block, position = (
+            rng.choice([2, 3, 4]),
+            rng.choice([1, 4, 32]),
+            rng.choice([None, None, 16]),
+            rng.choice([mathlib.inf, 50.0]),
         )
+        if key not in executors:
+            config = OverlapConfig(min_tokens=1, num_pieces=num_pieces, cut_multiple=multiple)
+            executors[key] = MicroBatchExecutor(group, config, state_block=block, balance_position=position)
+        executor = executors[key]
         model.forget(batch)
         model.trace = trace = Trace()
         got = executor.run(model, batch)
@@ -42,10 +50,19 @@ def _paged(rank: int, batches: int, first_seed: int) -> int:
         split += pieces > 1
         written = [c.clone() for cache in model.caches for c in cache]
         model.forget(batch)
-        assert torch.equal(got, model(batch)), seed
+        whole = model(batch)
+        assert torch.equal(got, whole), f"seed {seed}, {pieces} pieces"
         assert len(got.unique()) > 8
-        assert all(torch.equal(a, b) for a, b in zip(written, (c for x in model.caches for c in x), strict=True)), seed
+        for a, b in zip(written, (c for cache in model.caches for c in cache), strict=True):
+            assert torch.equal(a, b), f"seed {seed}, {pieces} pieces: caches"
+    for executor in executors.values():
         executor.close()
+    return split
+
+
+def _paged(rank: int, batches: int, first_seed: int) -> int:
+    group = make_group()
+    split = compare_random_batches(group, ExactMath(), first_seed, batches)
     group.destroy()
     return split
 

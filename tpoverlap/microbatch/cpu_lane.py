@@ -45,12 +45,17 @@ class CpuPending:
 class CpuCommLane:
     """The thread. It takes a communication stream's place: collectives run in the order of their submission."""
 
+    idle_between_stamps = True
+
     def __init__(self, name: str) -> None:
         self._queue: SimpleQueue[CpuPending | threading.Event | None] = SimpleQueue()
         self._thread = threading.Thread(target=_serve, args=(self._queue,), name=name, daemon=True)
         self._thread.start()
 
-    def submit(self, launch: Callable[[], Any], cancelled: Callable[[], bool]) -> CpuPending:
+    def begin_run(self) -> None:
+        pass
+
+    def submit(self, launch: Callable[[], Any], ready: float, cancelled: Callable[[], bool]) -> CpuPending:
         pending = CpuPending(launch, cancelled)
         self._queue.put(pending)
         return pending

@@ -203,6 +203,7 @@ class MicroBatchExecutor:
         if self._lane is None:
             self._lane = CudaCommLane(self._group.device) if on_device else CpuCommLane("tpoverlap-comm")
             weakref.finalize(self, self._lane.close).atexit = False
+        self._lane.begin_run()
         if reason is not None:
             return WholeRun(self._lane)
         while len(self._workers) < len(pieces):
@@ -214,6 +215,8 @@ class MicroBatchExecutor:
             self._workers[: len(pieces)],
             self._lane,
             None if watched else lambda: foreign_collective_watch(self._foreign_operators),
+            # Compilers start threads and processes in the first run of a size, which would inherit the one CPU.
+            on_one_cpu=on_device and watched,
         )
 
 

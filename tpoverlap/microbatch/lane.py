@@ -9,8 +9,8 @@ from typing import Any, Protocol
 from tpoverlap.microbatch.stats import Interval, IntervalKind
 
 Stamp = Any
-"""A moment: seconds on the host's monotonic clock, or an event of a device that :meth:`CommLane.seconds` turns into
-them."""
+"""A moment: seconds on the host's monotonic clock, or what :meth:`CommLane.seconds` turns into them, such as an event
+of a device."""
 
 
 class PendingCollective(Protocol):
@@ -25,10 +25,20 @@ class PendingCollective(Protocol):
 
 
 class CommLane(Protocol):
-    """Runs collectives in the order of their submission, beside the pieces' compute."""
+    """Runs collectives in the order of their submission, beside the pieces' compute.
 
-    def submit(self, launch: Callable[[], Any], cancelled: Callable[[], bool]) -> PendingCollective:
-        """Starts ``launch`` behind all that the calling piece has issued, in the calling thread's torch state.
+    idle_between_stamps: whether time may pass between two moments at which compute had nothing to do in between; on a
+    device's stream they are one moment.
+    """
+
+    idle_between_stamps: bool
+
+    def begin_run(self) -> None:
+        """Stamps of former runs are not asked for any more."""
+        ...
+
+    def submit(self, launch: Callable[[], Any], ready: Stamp, cancelled: Callable[[], bool]) -> PendingCollective:
+        """Starts ``launch`` behind ``ready``, a moment of :meth:`now`, in the calling thread's torch state.
 
         Where it only starts later, it is left out if ``cancelled()`` by then.
         """

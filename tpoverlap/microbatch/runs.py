@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from queue import SimpleQueue
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -18,7 +19,7 @@ from tpoverlap.microbatch.foreign_collectives import ForeignCollectiveWatch
 from tpoverlap.microbatch.lane import CommLane, Measurement, Stamp
 from tpoverlap.microbatch.stats import IntervalKind
 from tpoverlap.microbatch.thread_state import ThreadState
-from tpoverlap.microbatch.worker import Worker
+from tpoverlap.microbatch.worker import Worker, current_cpu
 
 T = TypeVar("T")
 Output = torch.Tensor | tuple[torch.Tensor, ...]
@@ -98,16 +99,24 @@ class SplitRun:
     """
 
     def __init__(
-        self, workers: list[Worker], lane: CommLane, make_watch: Callable[[], ForeignCollectiveWatch] | None = None
+        self,
+        workers: list[Worker],
+        lane: CommLane,
+        make_watch: Callable[[], ForeignCollectiveWatch] | None = None,
+        *,
+        on_one_cpu: bool = False,
     ) -> None:
-        """make_watch: for a run whose pieces are watched for collectives that are not the group's."""
+        """make_watch: for a run whose pieces are watched for collectives that are not the group's. on_one_cpu: the
+        workers take turns on the CPU of the caller, who waits for them: caches stay warm, and no sleeping CPU has to be
+        woken at a hand-over."""
         self.measurements: list[Measurement] = []
         self._workers = workers
         self._lane = lane
         self._make_watch = make_watch
+        self._cpu = current_cpu() if on_one_cpu else None
         self._state = ThreadState.of_this_thread()
-        # A piece's turn: its semaphore is released when the turn comes to it.
-        self._turns = [threading.Semaphore(0) for _ in workers]
+        # A piece's turn: its queue gets an item when the turn comes to it.
+        self._turns: list[SimpleQueue[None]] = [SimpleQueue() for _ in workers]
         self._finished = [False] * len(workers)
         self._counts = [0] * len(workers)
         self._outputs: list[Any] = [None] * len(workers)
@@ -116,6 +125,9 @@ class SplitRun:
         self._stopped = False
         self._lock = threading.Lock()
         self._handed_over_s: float | None = None
+        # The last moment at which a piece stopped computing, and the last at which one went on.
+        self._suspended: Stamp = None
+        self._resumed: Stamp = None
 
     def execute(self, forward: Forward, pieces: list[Batch], piece_context: PieceContext) -> Output:
         for k, (worker, piece) in enumerate(zip(self._workers, pieces, strict=True)):
@@ -131,7 +143,7 @@ class SplitRun:
 
             self._idle[k].clear()
             worker.start(task)
-        self._turns[0].release()
+        self._turns[0].put(None)
         for idle in self._idle:
             idle.wait()
         if self._error is not None:
@@ -147,6 +159,7 @@ class SplitRun:
 
     def _run_piece(self, k: int, forward: Forward, scheduler: _PieceScheduler) -> None:
         try:
+            self._workers[k].run_on(self._cpu)
             self._take_turn(k)
             with self._state.applied(), use_scheduler(scheduler):
                 self._outputs[k] = scheduler.run_forward(forward)
@@ -161,7 +174,7 @@ class SplitRun:
     # Turns
 
     def _take_turn(self, k: int) -> None:
-        self._turns[k].acquire()
+        self._turns[k].get()
         if self._stopped:
             raise PieceStopped
         if self._handed_over_s is not None:
@@ -173,7 +186,7 @@ class SplitRun:
         for q in ((k + i) % count for i in range(1, count + 1)):
             if not self._finished[q]:
                 self._handed_over_s = time.perf_counter() if q != k else None
-                self._turns[q].release()
+                self._turns[q].put(None)
                 return
 
     def _stop(self, error: BaseException | None) -> None:
@@ -183,7 +196,7 @@ class SplitRun:
                 self._error = error
             self._stopped = True
         for turn in self._turns:
-            turn.release()
+            turn.put(None)
 
     # Collectives
 
@@ -196,16 +209,16 @@ class SplitRun:
                 f"({name}): every piece must make the same collectives"
             )
         self._counts[k] += 1
-        pending = self._lane.submit(launch, lambda: self._stopped)
+        pending = self._lane.submit(launch, self._suspended, lambda: self._stopped)
         self._pass_turn(k)
         self._take_turn(k)
-        waiting = self._lane.now()
+        waiting = self._lane.now() if self._lane.idle_between_stamps else self._suspended
         result: T = pending.result()
         if self._stopped:
             raise PieceStopped
-        resumed = self._lane.now()
+        self._resumed = self._lane.now()
         self.record("communication", k, name, pending.start, pending.end, num_bytes(inputs), index)
-        self.record("exposed", k, name, waiting, resumed, 0, index)
+        self.record("exposed", k, name, waiting, self._resumed, 0, index)
         return result
 
     def _check_counts(self, k: int) -> None:
@@ -218,8 +231,15 @@ class SplitRun:
                     "every piece must make the same collectives"
                 )
 
-    def now(self) -> Stamp:
-        return self._lane.now()
+    def resume(self) -> Stamp:
+        """The moment at which the piece whose turn it is goes on: that of its last collective's end, if it had one."""
+        resumed, self._resumed = self._resumed, None
+        return self._lane.now() if resumed is None else resumed
+
+    def suspend(self) -> Stamp:
+        """The moment at which the piece whose turn it is stops."""
+        self._suspended = self._lane.now()
+        return self._suspended
 
     def record(
         self, kind: IntervalKind, k: int, name: str, start: Stamp, end: Stamp, size: int = 0, index: int = 0
@@ -269,14 +289,14 @@ class _PieceScheduler:
         context = self._piece_context(self._piece)
         context.__enter__()
         self._context = context
-        self._segment_start = self._run.now()
+        self._segment_start = self._run.resume()
 
     def _suspend(self, error: BaseException | None = None) -> None:
         """Ends a segment. Does nothing when the piece fails between two segments, where no context is entered."""
         context, self._context = self._context, None
         if context is None:
             return
-        self._run.record("compute", self._k, "segment", self._segment_start, self._run.now(), 0, self._segment)
+        self._run.record("compute", self._k, "segment", self._segment_start, self._run.suspend(), 0, self._segment)
         self._segment += 1
         context.__exit__(*((type(error), error, error.__traceback__) if error else (None, None, None)))
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import os
 import threading
 from collections.abc import Callable
 from queue import SimpleQueue
@@ -12,8 +15,17 @@ class Worker:
 
     def __init__(self, name: str) -> None:
         self._tasks: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._cpu: int | None = None
         self._thread = threading.Thread(target=_serve, args=(self._tasks,), name=name, daemon=True)
         self._thread.start()
+
+    def run_on(self, cpu: int | None) -> None:
+        """Called by a task: keeps the thread on that CPU from now on; None: on any that the process may use."""
+        if cpu == self._cpu:
+            return
+        with contextlib.suppress(OSError):  # a container may forbid it, or the CPU is gone: then it runs where it runs
+            os.sched_setaffinity(0, os.sched_getaffinity(os.getpid()) if cpu is None else {cpu})
+            self._cpu = cpu
 
     def start(self, task: Callable[[], None]) -> None:
         self._tasks.put(task)
@@ -27,3 +39,12 @@ def _serve(tasks: SimpleQueue[Callable[[], None] | None]) -> None:
     while (task := tasks.get()) is not None:
         task()
         del task  # what the task refers to must not live on until the next one
+
+
+def current_cpu() -> int | None:
+    """The CPU on which the calling thread runs; None where the C library cannot tell."""
+    try:
+        cpu = int(ctypes.CDLL(None).sched_getcpu())
+    except AttributeError:
+        return None
+    return cpu if cpu >= 0 else None
