@@ -69,7 +69,7 @@ class Team:
 
         def run() -> float:
             self.meet()
-            return self.slowest(timed() if self.name == owner else 0.0)
+            return self.largest(timed() if self.name == owner else 0.0)
 
         return run
 
@@ -77,11 +77,11 @@ class Team:
         """Returns at the same moment on all ranks, whose devices are idle then."""
         if self.device.type == "cuda":
             torch.cuda.synchronize()
-        start_s = self.slowest(time.perf_counter()) + _START_DELAY_S
+        start_s = self.largest(time.perf_counter()) + _START_DELAY_S
         while time.perf_counter() < start_s:
             pass
 
-    def slowest(self, value: float) -> float:
+    def largest(self, value: float) -> float:
         """The largest value of all ranks."""
         shared = torch.tensor(value, dtype=torch.float64)
         try:
