@@ -34,9 +34,9 @@ def piece_count(num_bytes: int) -> int:
     return _MOST_PIECES
 
 
-# Within 3 % of the best of 1 to 16 on two H200 behind PCIe 5 x16: docs/benchmarks.md.
-_PIECES = ((1 << 20, 1), (3 << 20, 2), (6 << 20, 3), (12 << 20, 4))
-_MOST_PIECES = 6
+# Measured on two H200 behind PCIe 5 x16 (docs/benchmarks.md); of counts within 3 % of each other, the smallest.
+_PIECES = ((1 << 20, 1), (3 << 20, 2), (12 << 20, 3))
+_MOST_PIECES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,23 +213,13 @@ class CopyEngineProvider:
         own_slots, peer_slots = self._slots[rank], self._slots[1 - rank]
         published, theirs = region.published_address[rank], region.published_address[1 - rank]
         consumed, theirs_consumed = region.consumed_address[rank], region.consumed_address[1 - rank]
+        source, target = x.data_ptr(), received.data_ptr()
         calls.order(up, event, down)
         for chunk in chunks:
-            pieces = chunk.pieces
-            number, base, slot = region.next_operation(len(pieces), NUM_SLOTS)
-            source, own_slot = x.data_ptr() + chunk.begin, own_slots[slot]
+            number, base, slot = region.next_operation(len(chunk.pieces), NUM_SLOTS)
             calls.wait_at_least(up, theirs_consumed, (number - NUM_SLOTS) & MASK)
-            count = base
-            for begin, size in pieces:
-                calls.to_host(own_slot + begin, source + begin, size, up)
-                count = (count + 1) & MASK
-                calls.write(up, published, count)
-            target, peer_slot = received.data_ptr() + chunk.begin, peer_slots[slot]
-            count = base
-            for begin, size in pieces:
-                count = (count + 1) & MASK
-                calls.wait_at_least(down, theirs, count)
-                calls.to_device(target + begin, peer_slot + begin, size, down)
+            calls.upload(up, source + chunk.begin, own_slots[slot], chunk.pieces, published, base)
+            calls.download(down, target + chunk.begin, peer_slots[slot], chunk.pieces, theirs, base)
             calls.write(down, consumed, number)
         calls.order(down, event, up)
         torch.add(x, received, out=out)

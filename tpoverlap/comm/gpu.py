@@ -40,21 +40,21 @@ class GpuSegment:
             self._last_event = new_event()
         self.host_address = channel.segment.address
         self.device_address = self._mapping.device_address
-        self._last: torch.cuda.Stream | None = None
+        self._ordinal = torch.cuda._get_device_index(device, optional=True)
+        self._last: Any = None
 
     def begin(self) -> Any:
         """The driver's handle of the current stream, ordered behind the group's last eager call.
 
         Under capture there is no such order: replays against eager calls are the caller's to order.
         """
-        current = torch.cuda.current_stream(self.device)
-        handle = self.calls.stream(current)
+        current = self.calls.current(self._ordinal)
         if torch.cuda.is_current_stream_capturing():
-            return handle
-        if self._last is not None and self._last != current:
-            self.calls.order(handle, self._last_event, self.calls.stream(self._last))
+            return current
+        if self._last is not None and self._last is not current:
+            self.calls.order(current, self._last_event, self._last)
         self._last = current
-        return handle
+        return current
 
     def drain(self) -> None:
         torch.cuda.synchronize(self.device)

@@ -1,12 +1,13 @@
 """Streams, events, copies and stream memory operations, called straight through the driver.
 
-An all-reduce issues some twenty of these calls, so each goes to the binding with one check and no more. Streams are
-``CUstream`` objects (see :meth:`StreamCalls.stream`), addresses are ints or ``CUdeviceptr`` objects.
+An all-reduce issues some twenty of these calls, so each goes to the binding with one check and no more, and what
+repeats is a loop here. Streams are ``CUstream`` objects (see :meth:`StreamCalls.current`), addresses are ints.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ import torch
 from tpoverlap.cuda.driver import call, driver, failed_call
 
 _WAIT_AT_LEAST, _WAIT_ANY_BIT = 0, 2  # CU_STREAM_WAIT_VALUE_GEQ (cyclic), CU_STREAM_WAIT_VALUE_AND
+_MASK = 0xFFFFFFFF
 _NON_BLOCKING = 1
 _NO_TIMING = 2
 
@@ -31,9 +33,9 @@ class StreamCalls:
         self._wait_event = bindings.cuStreamWaitEvent
         self._streams: dict[int, Any] = {}
 
-    def stream(self, stream: torch.cuda.Stream) -> Any:
-        """torch's stream as the driver's handle."""
-        handle = stream.cuda_stream
+    def current(self, ordinal: int) -> Any:
+        """The device's current stream in the calling thread; the same object for the same stream."""
+        handle = torch._C._cuda_getCurrentRawStream(ordinal)
         known = self._streams.get(handle)
         if known is None:
             known = self._streams[handle] = driver().CUstream(handle)
@@ -61,6 +63,30 @@ class StreamCalls:
     def to_device(self, device: int, host: int, num_bytes: int, stream: Any) -> None:
         if error := self._to_device(device, host, num_bytes, stream)[0]:
             raise failed_call("cuMemcpyHtoDAsync", error)
+
+    def upload(
+        self, stream: Any, device: int, host: int, pieces: Sequence[tuple[int, int]], counter: int, count: int
+    ) -> None:
+        """Copies each piece (offset, bytes) to the host and then advances the cyclic counter by one, from ``count``."""
+        to_host, write = self._to_host, self._write_value
+        for offset, num_bytes in pieces:
+            if error := to_host(host + offset, device + offset, num_bytes, stream)[0]:
+                raise failed_call("cuMemcpyDtoHAsync", error)
+            count = (count + 1) & _MASK
+            if error := write(stream, counter, count, 0)[0]:
+                raise failed_call("cuStreamWriteValue32", error)
+
+    def download(
+        self, stream: Any, device: int, host: int, pieces: Sequence[tuple[int, int]], counter: int, count: int
+    ) -> None:
+        """The other side of :meth:`upload`: waits until the counter has advanced, then copies the piece."""
+        to_device, wait = self._to_device, self._wait_value
+        for offset, num_bytes in pieces:
+            count = (count + 1) & _MASK
+            if error := wait(stream, counter, count, _WAIT_AT_LEAST)[0]:
+                raise failed_call("cuStreamWaitValue32", error)
+            if error := to_device(device + offset, host + offset, num_bytes, stream)[0]:
+                raise failed_call("cuMemcpyHtoDAsync", error)
 
     def order(self, after: Any, event: Any, before: Any) -> None:
         """Later work of stream ``after`` waits for the earlier work of stream ``before``, through ``event``."""
