@@ -13,20 +13,22 @@ channel take the transports' places.
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from allreduce_report import print_tables
-from bench_common import Arm, Comparison, alternate, hardware, write_json
+from bench_common import Arm, Comparison, alternate, check_record, write_json
 from bench_teams import Team, peer_access
 from job_machine import require_packages
 from job_ranks import start_ranks
 from prefill_arms import PrefillArm, everything, prefill_arms
-from prefill_contributions import ChunkAccount, Findings, Measured, figures, missed, notes, tables, write_plot
+from prefill_contributions import WHAT, ChunkAccount, Findings, Measured, figures, missed, notes, tables, write_plot
 from prefill_decode import decode_times
 from prefill_soak import SETTLED, soak
 from prefill_trials import BLOCK_SIZE, TOLERANCE, PrefillTrials, Prompt, sample
@@ -59,6 +61,7 @@ class Options:
     soak: int
     json: Path | None
     plot: Path | None
+    record: Path | None
     trace: Path | None
     gates: bool
 
@@ -76,8 +79,11 @@ def main() -> int:
     try:
         if options.plot:
             require_packages("matplotlib")
+        if options.record and options.plot:
+            write_plot(options.plot, load_record(options.record))
+            return 0
         return report(options, start_ranks(options.ranks * options.teams, measure, options))
-    except (TpOverlapError, OSError) as error:
+    except (TpOverlapError, OSError, ValueError) as error:
         print(f"bench_prefill: {error}", file=sys.stderr, flush=True)
         return 1
 
@@ -187,8 +193,6 @@ def report(options: Options, found: Findings) -> int:
     made = tables(found)
     print_tables(made)
     shape = options.model
-    facts = hardware()
-    machine = ", ".join(facts["gpus"][: options.ranks]) or f"{facts['cpu']} ({facts['cpus']} CPUs)"
     weights = "FP16 activations" if options.device == "cuda" else "FP32 activations"
     lines = [
         f"{options.shape}: {shape}, random NVFP4 weights, {weights}, {options.ranks} ranks, chunks of {options.chunk} "
@@ -209,15 +213,22 @@ def report(options: Options, found: Findings) -> int:
     if options.teams == 1 and options.device == "cuda":
         lines.append("NCCL with peer access was not compared: left out, or these GPUs do not reach each other.")
     if options.json:
-        write_json(options.json, what="prefill", tables=made, figures=figures(found), notes=lines)
+        record = write_json(options.json, what=WHAT, tables=made, figures=figures(found), notes=lines)
         print(f"\nrecord: {options.json}")
-    if options.plot:
-        write_plot(options.plot, found, f"Prefill of {options.shape} on {machine}")
-        print(f"plot: {options.plot}")
+        if options.plot:
+            write_plot(options.plot, record)
+            print(f"plot: {options.plot}")
     not_reached = missed(found)
     for sentence in not_reached:
         print(f"goal missed: {sentence}", file=sys.stderr)
     return 1 if options.gates and not_reached else 0
+
+
+def load_record(path: Path) -> dict[str, Any]:
+    """OSError where it cannot be read, ValueError where it is no record."""
+    record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    check_record(record)
+    return record
 
 
 def parse_options(arguments: Sequence[str] | None = None) -> Options:
@@ -238,12 +249,17 @@ def parse_options(arguments: Sequence[str] | None = None) -> Options:
     add("--no-peer", action="store_true", help="leave NCCL with peer access out")
     add("--soak", type=int, default=0, metavar="N", help="then prefill N short prompts and watch memory")
     add("--json", type=Path, metavar="FILE", help="write the record here")
-    add("--plot", type=Path, metavar="FILE", help="draw it here")
+    add("--plot", type=Path, metavar="FILE", help="draw the record here")
+    add("--record", type=Path, metavar="FILE", help="run nothing: draw this record, for --plot")
     add("--trace", type=Path, metavar="FILE", help="write a Chrome trace of a chunk of the first length")
     add("--gates", action="store_true", help="exit with status 1 if a goal is missed")
     given = parser.parse_args(arguments)
+    if given.plot is not None and given.json is None and given.record is None:
+        parser.error("--plot draws a record: give --json, or --record with one that exists")
+    if given.record is not None and given.plot is None:
+        parser.error("--record is drawn: give --plot")
     state_block = given.state_block or given.chunk
-    if given.device == "cuda" and torch.cuda.device_count() < given.ranks:
+    if given.device == "cuda" and given.record is None and torch.cuda.device_count() < given.ranks:
         parser.error(f"{given.ranks} ranks need a GPU each, and torch sees {torch.cuda.device_count()} here")
     if not 2 <= given.ranks <= 8:
         parser.error(f"--ranks {given.ranks} is not supported: give 2 to 8")
@@ -280,6 +296,7 @@ def parse_options(arguments: Sequence[str] | None = None) -> Options:
         soak=given.soak,
         json=given.json,
         plot=given.plot,
+        record=given.record,
         trace=given.trace,
         gates=given.gates,
     )

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,21 @@ from prefill_arms import BEST_PEER_SERIAL, BEST_SERIAL, PEER_SERIAL, SERIAL, Pre
 from prefill_soak import LENGTHS, SETTLED, Footprint, growth
 from prefill_trials import Answer
 
+WHAT = "prefill"
 _MIB = 1 << 20
+_COLUMNS = [
+    "arm",
+    "prefill",
+    "/ serial",
+    "/ step before",
+    "exposed, ms a chunk",
+    "communication, ms a chunk",
+    "compute, ms a chunk",
+    "chunk, ms",
+    "peak memory over serial, MiB",
+    "first token",
+    "logits' distance",
+]
 # A soak's growth that is none: the allocator's smallest segment, and pages that the process touches late.
 _GROWTH_GOAL = Footprint(allocated=_MIB, reserved=2 * _MIB, resident=16 * _MIB)
 
@@ -145,35 +160,40 @@ def notes(one: Measured) -> list[str]:
     ]
 
 
-def write_plot(path: Path, found: Findings, title: str) -> None:
-    """Prefill time of each step over the serial one's, a group of bars a length. OSError where it cannot be written."""
+def write_plot(path: Path, record: Mapping[str, Any]) -> None:
+    """Draws the prefill time of each arm over the serial one's, a group of bars a length, from a record of a run.
+
+    OSError where the file cannot be written; ValueError for a record of another benchmark.
+    """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(2.2 + 3.2 * len(found.prompts), 4.4), layout="constrained")
+    contributions = [table for table in record["tables"] if table["columns"] == _COLUMNS]
+    if record["what"] != WHAT or not contributions:
+        raise ValueError(f"the record is of {record['what']!r}, not of {WHAT!r}, or has no prompts")
+    figure = Figure(figsize=(2.2 + 3.6 * len(contributions), 4.8), layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.subplots(1, len(found.prompts), squeeze=False, sharey=True)[0]
-    for axis, one in zip(axes, found.prompts, strict=True):
-        names = list(one.whole.turns)
-        spreads = [one.whole.ratio(name, SERIAL) for name in names]
-        medians = [spread.median for spread in spreads]
-        around = [[s.median - s.low for s in spreads], [s.high - s.median for s in spreads]]
-        steps = {arm.name for arm in one.arms if arm.is_step}
-        colors = ["#2f6f8f" if name in steps else "#b0b0b0" for name in names]
+    axes = figure.subplots(1, len(contributions), squeeze=False, sharey=True)[0]
+    for axis, table in zip(axes, contributions, strict=True):
+        names = [row[0] for row in table["rows"]]
+        spreads = [[float(number) for number in re.findall(r"[\d.]+", row[2])] for row in table["rows"]]
+        medians = [median for median, _, _ in spreads]
+        around = [[median - low for median, low, _ in spreads], [high - median for median, _, high in spreads]]
+        # A step's ratio to the one before it is given; the other arms are there for comparison.
+        colors = ["#b0b0b0" if row[3] is None else "#2f6f8f" for row in table["rows"]]
         bars = axis.bar(range(len(names)), medians, yerr=around, color=colors, capsize=2.5)
-        labels = [f"{one.whole.time(name).median:.2f} s" for name in names]
-        axis.bar_label(bars, labels, fontsize=7, padding=2)
+        axis.bar_label(bars, [row[1].split(" (")[0] for row in table["rows"]], fontsize=7, padding=2)
         axis.set_xticks(range(len(names)), names, rotation=40, ha="right", fontsize=8)
-        axis.set_title(f"{one.length:,} tokens")
+        axis.set_title(table["title"])
         axis.grid(axis="y", alpha=0.3)
     axes[0].set_ylabel("prefill time / serial")
-    figure.suptitle(title)
+    gpus = record["hardware"]["gpus"]
+    machine = f"{len(gpus)} x {gpus[0]}" if gpus else record["hardware"]["cpu"]
+    figure.suptitle(f"Prefill, {machine}, {record['date']}")
     figure.savefig(path, dpi=144)
 
 
 def _contributions(one: Measured) -> dict[str, Any]:
-    columns = ["arm", "prefill", "/ serial", "/ step before", "exposed, ms a chunk", "communication, ms a chunk"]
-    columns += ["compute, ms a chunk", "chunk, ms", "peak memory over serial, MiB", "first token", "logits' distance"]
     rows, before = [], SERIAL
     for arm in one.arms:
         account, answer = one.typical(arm.name), one.answers[arm.name]
@@ -185,7 +205,7 @@ def _contributions(one: Measured) -> dict[str, Any]:
         row.append(round((one.peak_bytes[arm.name] - one.peak_bytes[SERIAL]) / _MIB, 1))
         rows.append([*row, answer.token, float(f"{answer.distance:.2e}")])
         before = arm.name if arm.is_step else before
-    return {"title": f"{one.length} tokens", "columns": columns, "rows": rows}
+    return {"title": f"{one.length} tokens", "columns": _COLUMNS, "rows": rows}
 
 
 def _ratios(one: Measured) -> dict[str, Any]:

@@ -184,6 +184,8 @@ def test_a_lead_is_measured_in_deviations() -> None:
         (["--lengths", "4096", "4096"], "twice"),
         (["--soak", "10"], "more than"),
         (["--samples", "0"], "at least 1"),
+        (["--plot", "plot.png"], "give --json"),
+        (["--record", "record.json"], "give --plot"),
         (["--ranks", "9"], "2 to 8"),
         (["--trace", "/nowhere/at/all.json"], "does not exist"),
     ],
@@ -209,5 +211,8 @@ def test_a_short_run_on_cpu_ranks_leaves_all_its_files(tmp_path: Path) -> None:
     assert len({row[9] for row in record["tables"][0]["rows"]}) == 1  # the first token
     assert record["figures"].keys() >= {"channel_over_serial_300", "decode_gloo_300_ms", "soak_growth_resident_mib"}
     assert plot.read_bytes().startswith(b"\x89PNG")
+    drawn = [sys.executable, command[1], "--record", str(record_file), "--plot", str(tmp_path / "again.png")]
+    assert subprocess.run(drawn, timeout=60).returncode == 0
+    assert (tmp_path / "again.png").read_bytes().startswith(b"\x89PNG")
     names = {event["name"] for event in json.loads(trace.read_text())["traceEvents"]}
     assert {"segment", "all_reduce"} <= names
