@@ -25,7 +25,7 @@ def _kernel(
 
 
 def fixed_tile_matmul(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """x [rows, depth] times weight [depth, columns], of one dtype, summed in float32; whole tiles of depth and columns."""
+    """x [rows, depth] times weight [depth, columns], both in whole tiles of depth and columns, summed in float32."""
     (rows, depth), columns = x.shape, weight.shape[1]
     assert depth % TILE_DEPTH == 0
     assert columns % TILE_COLUMNS == 0

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -62,8 +62,8 @@ def make_batch(tokens: int, device: str) -> Batch:
     )
 
 
-def _compiled(rank: int, backend: str, device: str) -> None:
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp()
+def _compiled(rank: int, backend: str, device: str, folder: Path) -> None:
+    os.environ |= {"TORCHINDUCTOR_CACHE_DIR": str(folder / str(rank)), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
     from torch._dynamo.utils import counters
 
     make: Callable[..., GroupCoordinator] = make_gpu_group if device == "cuda" else _cpu_group
@@ -75,8 +75,8 @@ def _compiled(rank: int, backend: str, device: str) -> None:
         return compiled(batch.inputs_embeds, batch.positions)  # type: ignore[no-any-return]
 
     graphs = None
-    # What an operator of the engine switches between runs: none of it is in a graph.
-    for max_bytes, copy_bytes in ((262_144, 20_971_520), (1024, 65_536), (4096, 0)):
+    # None of these switches is in a graph. Without copy engines NCCL would serve, which ranks that share a GPU lack.
+    for max_bytes, copy_bytes in ((262_144, 20_971_520), (1024, 65_536), (4096, 0 if device == "cpu" else 131_072)):
         _groups["tp"] = group = make(max_bytes=max_bytes, copy_engine_max_bytes=copy_bytes)
         for config in (
             OverlapConfig(min_tokens=1, num_pieces=2, cut_multiple=1),
@@ -113,10 +113,10 @@ def _cpu_group(**config: int) -> GroupCoordinator:
     )
 
 
-def test_switches_of_the_executor_and_the_group_recompile_nothing() -> None:
-    run_ranks(_compiled, 2, "aot_eager", "cpu", timeout_s=110)
+def test_switches_of_the_executor_and_the_group_recompile_nothing(tmp_path: Path) -> None:
+    run_ranks(_compiled, 2, "aot_eager", "cpu", tmp_path, timeout_s=110)
 
 
 @pytest.mark.gpu
-def test_code_of_inductor_stops_and_goes_on_too() -> None:
-    run_ranks(_compiled, 2, "inductor", "cuda", timeout_s=110)
+def test_code_of_inductor_stops_and_goes_on_too(tmp_path: Path) -> None:
+    run_ranks(_compiled, 2, "inductor", "cuda", tmp_path, timeout_s=110)

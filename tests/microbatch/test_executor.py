@@ -13,6 +13,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 import torch.distributed as dist
+from faults import random_faults
 from rank_harness import run_ranks
 
 from tpoverlap.comm import GroupCoordinator
@@ -297,6 +298,17 @@ def _failures(rank: int, cases: int) -> None:
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_an_exception_reaches_its_caller_and_the_next_run_works(world_size: int) -> None:
     run_ranks(_failures, world_size, 100, timeout_s=90)
+
+
+def _random_faults(rank: int, cases: int) -> dict[str, int]:
+    group = make_group()
+    seen = random_faults(group, make_batch(24), cases)
+    group.destroy()
+    return seen
+
+
+def test_memory_shapes_and_failing_collectives_end_a_run_everywhere() -> None:
+    assert min(run_ranks(_random_faults, 2, 50, timeout_s=90)[0].values()) > 2
 
 
 def _failure_of_the_next_run(rank: int) -> None:
