@@ -80,12 +80,11 @@ class Batch:
         return self.query_start_loc[-1]
 
     def piece(self, piece: TokenPiece) -> Batch:
-        """The part of the batch that ``piece`` describes; its tensors share memory, but for the block table's rows.
+        """The part of the batch that ``piece`` describes; its tensors share memory, but for a block table with gaps.
 
         Raises UnsupportedError for what a subclass adds and :meth:`cut_field` does not cut.
         """
         tokens = slice(*piece.token_range)
-        rows = torch.tensor(piece.request_ids, dtype=torch.long, device=self.block_table.device)
         return dataclasses.replace(
             self,
             **self._cut_fields(piece),
@@ -94,9 +93,18 @@ class Batch:
             positions=_plain(self.positions[..., tokens]),
             query_start_loc=piece.query_start_loc,
             seq_lens=piece.seq_lens,
-            block_table=self.block_table.index_select(0, rows),
+            block_table=self._rows(piece.request_ids),
             slot_mapping=_plain(self.slot_mapping[tokens]),
         )
+
+    def _rows(self, request_ids: Sequence[int]) -> torch.Tensor:
+        """The block table's rows of these requests. A copy of host data to a device would wait for all its work."""
+        table = self.block_table
+        first, last = request_ids[0], request_ids[-1]
+        if last - first + 1 == len(request_ids):
+            return _plain(table[first : last + 1])
+        rows = torch.tensor(request_ids, dtype=torch.long).to(table.device, non_blocking=True)
+        return table.index_select(0, rows)
 
     def cut_field(self, name: str, piece: TokenPiece) -> Any:
         """The value, in ``piece``, of a field that a subclass adds; such subclasses override it.

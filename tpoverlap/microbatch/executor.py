@@ -20,6 +20,7 @@ from tpoverlap.comm import GroupCoordinator
 from tpoverlap.config import OverlapConfig
 from tpoverlap.errors import ConfigError, UnsupportedError
 from tpoverlap.microbatch.batch import Batch
+from tpoverlap.microbatch.cpu_choice import cpu_for
 from tpoverlap.microbatch.cpu_lane import CpuCommLane
 from tpoverlap.microbatch.cuda_lane import CudaCommLane
 from tpoverlap.microbatch.engine_features import EngineFeatures, check_supported
@@ -67,6 +68,7 @@ class MicroBatchExecutor:
         self._config = config or OverlapConfig()
         self._state_block = state_block
         self._balance_position = balance_position
+        self._cpu = cpu_for(group.device, group.rank_in_group) if group.device.type == "cuda" else None
         self._workers: list[Worker] = []
         self._lane: CommLane | None = None
         self._counts = PieceCounts(group, self._config)
@@ -216,7 +218,7 @@ class MicroBatchExecutor:
             self._lane,
             None if watched else lambda: foreign_collective_watch(self._foreign_operators),
             # Compilers start threads and processes in the first run of a size, which would inherit the one CPU.
-            on_one_cpu=on_device and watched,
+            cpu=self._cpu if watched else None,
         )
 
 

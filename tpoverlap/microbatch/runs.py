@@ -19,7 +19,7 @@ from tpoverlap.microbatch.foreign_collectives import ForeignCollectiveWatch
 from tpoverlap.microbatch.lane import CommLane, Measurement, Stamp
 from tpoverlap.microbatch.stats import IntervalKind
 from tpoverlap.microbatch.thread_state import ThreadState
-from tpoverlap.microbatch.worker import Worker, current_cpu
+from tpoverlap.microbatch.worker import Worker
 
 T = TypeVar("T")
 Output = torch.Tensor | tuple[torch.Tensor, ...]
@@ -104,16 +104,16 @@ class SplitRun:
         lane: CommLane,
         make_watch: Callable[[], ForeignCollectiveWatch] | None = None,
         *,
-        on_one_cpu: bool = False,
+        cpu: int | None = None,
     ) -> None:
-        """make_watch: for a run whose pieces are watched for collectives that are not the group's. on_one_cpu: the
-        workers take turns on the CPU of the caller, who waits for them: caches stay warm, and no sleeping CPU has to be
-        woken at a hand-over."""
+        """make_watch: for a run whose pieces are watched for collectives that are not the group's. cpu: where the
+        workers take turns, so that caches stay warm and no sleeping CPU has to be woken at a hand-over; None: anywhere.
+        """
         self.measurements: list[Measurement] = []
         self._workers = workers
         self._lane = lane
         self._make_watch = make_watch
-        self._cpu = current_cpu() if on_one_cpu else None
+        self._cpu = cpu
         self._state = ThreadState.of_this_thread()
         # A piece's turn: its queue gets an item when the turn comes to it.
         self._turns: list[SimpleQueue[None]] = [SimpleQueue() for _ in workers]

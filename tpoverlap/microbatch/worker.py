@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import threading
 from collections.abc import Callable
@@ -39,12 +38,3 @@ def _serve(tasks: SimpleQueue[Callable[[], None] | None]) -> None:
     while (task := tasks.get()) is not None:
         task()
         del task  # what the task refers to must not live on until the next one
-
-
-def current_cpu() -> int | None:
-    """The CPU on which the calling thread runs; None where the C library cannot tell."""
-    try:
-        cpu = int(ctypes.CDLL(None).sched_getcpu())
-    except AttributeError:
-        return None
-    return cpu if cpu >= 0 else None

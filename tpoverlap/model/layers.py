@@ -122,16 +122,18 @@ class Attention(nn.Module):
         *gate, q, k, v = self.qkv(x).view(x.shape[0], -1, self.head_dim).split(self.heads, dim=1)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        attended = self._attend(rotate(q, rotary), rotate(k, rotary), v, metadata)
+        attended = self._attend(q, k, v, rotary, metadata)
         if gate:
             attended = attended * gate[0].sigmoid()
         return self.o(attended.flatten(1))
 
-    def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, metadata: AttentionMetadata) -> torch.Tensor:
+    def _attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rotary: Rotary, metadata: AttentionMetadata
+    ) -> torch.Tensor:
         if self.kv_cache is None:
             raise RuntimeError("the decoder has no key/value cache: call allocate_kv_cache first")
         k_cache, v_cache = self.kv_cache
-        write_kv(k, v, k_cache, v_cache, metadata.slot_mapping)
+        write_kv(k, v, k_cache, v_cache, metadata.slot_mapping, q=q, cos=rotary[0], sin=rotary[1])
         if metadata.decode_only:
             return paged_decode(q, k_cache, v_cache, metadata.block_table, metadata.seq_lens)
         return paged_prefill(
@@ -194,13 +196,3 @@ class RMSNorm(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         # Rounded to the dtype before the weight, as transformers does it.
         return self.weight * F.rms_norm(x, x.shape[-1:], eps=self.eps)
-
-
-def rotate(x: torch.Tensor, rotary: Rotary) -> torch.Tensor:
-    """Rotates the pairs (i, i + head_dim / 2) of each head by its token's angles.
-
-    x [tokens, heads, head_dim]; rotary: cosines and sines, [tokens, head_dim / 2] each, in the dtype of x.
-    """
-    cos, sin = (part[:, None, :] for part in rotary)
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)

@@ -16,9 +16,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from tpoverlap.cuda.triton_available import triton_installed, triton_interpreted
 from tpoverlap.errors import ConfigError
 from tpoverlap.model.layers import AttentionMetadata, RMSNorm, Rotary, RowParallel
 
+_TRITON_HEAD_DIMS = (16, 32, 64, 128, 256)
 BLOCK = 128
 """Tokens whose scores are computed at once; what lies before them comes from a state."""
 
@@ -84,16 +86,56 @@ class TokenMixer(nn.Module):
     def forward(self, x: torch.Tensor, rotary: Rotary, metadata: AttentionMetadata) -> torch.Tensor:
         """rotary is not used: the decay tells the distance between tokens."""
         gate, q, k, v = self.projections(x).view(x.shape[0], -1, self.head_dim).split(self.heads, dim=1)
+        if self._in_triton(x) and not metadata.decode_only:
+            return self.o(self._mix_in_triton(gate, q, k, v, metadata).flatten(1))
         k = self.k_norm(k) * self.head_dim**-0.5
         mixed = self._mix(self.q_norm(q), k, v, metadata)
         mixed = F.rms_norm(mixed, mixed.shape[-1:], eps=self.q_norm.eps)
         return self.o((mixed * gate.sigmoid()).flatten(1))
 
-    def _mix(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, metadata: AttentionMetadata) -> torch.Tensor:
+    def _in_triton(self, x: torch.Tensor) -> bool:
+        if not (x.is_cuda or triton_interpreted()) or not triton_installed():
+            return False
+        if x.dtype == torch.bfloat16 and x.is_cuda and torch.cuda.get_device_capability(x.device) < (8, 0):
+            return False
+        return x.dtype != torch.float32 and self.head_dim in _TRITON_HEAD_DIMS
+
+    def _mix_in_triton(
+        self, gate: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, metadata: AttentionMetadata
+    ) -> torch.Tensor:
+        from tpoverlap.model.token_mixer_triton import mix_prefill
+
+        states, slots = self._cache(metadata)
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        if metadata.query_start_loc[-1] < q.shape[0]:
+            out.zero_()  # padding
+        norms = self.q_norm.weight, self.k_norm.weight, self.q_norm.eps
+        of_requests = slots.before, slots.after, slots.fresh
+        for request, (start, stop) in enumerate(pairwise(metadata.query_start_loc)):
+            if start < stop:
+                rows = slice(start, stop)
+                mix_prefill(
+                    gate[rows],
+                    q[rows],
+                    k[rows],
+                    v[rows],
+                    *norms,
+                    self.decay.log,
+                    states,
+                    of_requests,
+                    request,
+                    out[rows],
+                )
+        return out
+
+    def _cache(self, metadata: AttentionMetadata) -> tuple[torch.Tensor, StateSlots]:
         if self.states is None or metadata.state_slots is None:
             raise RuntimeError("the decoder has no cache for its states: call allocate_kv_cache first")
-        slots = metadata.state_slots
-        states = self.states.index_select(0, slots.before)
+        return self.states, metadata.state_slots
+
+    def _mix(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, metadata: AttentionMetadata) -> torch.Tensor:
+        cache, slots = self._cache(metadata)
+        states = cache.index_select(0, slots.before)
         states = torch.where(slots.fresh[:, None, None, None], 0.0, states)
         if metadata.decode_only:
             mixed, states = step(q, k, v, self.decay, states)
@@ -104,7 +146,7 @@ class TokenMixer(nn.Module):
                 mixed[rows], state = retain(q[rows], k[rows], v[rows], self.decay, states[request])
                 after.append(state)
             states = torch.stack(after)
-        self.states.index_copy_(0, slots.after, states)
+        cache.index_copy_(0, slots.after, states)
         return mixed
 
 

@@ -1,0 +1,47 @@
+"""The CPU on which a device's pieces take turns: near the GPU, and never that of another GPU or rank."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tpoverlap.microbatch.cpu_choice import choose_cpu, parse_cpu_list
+
+
+def add(pci: Path, address: str, *, vendor: str = "0x10de", kind: str = "0x030200", cpus: str | None = "0-7") -> str:
+    folder = pci / address
+    folder.mkdir(parents=True)
+    (folder / "vendor").write_text(vendor + "\n")
+    (folder / "class").write_text(kind + "\n")
+    if cpus is not None:
+        (folder / "local_cpulist").write_text(cpus + "\n")
+    return address
+
+
+@pytest.mark.parametrize(("text", "cpus"), [("0-3,8", {0, 1, 2, 3, 8}), ("5", {5}), ("", set()), ("all", set())])
+def test_cpu_lists_are_read(text: str, cpus: set[int]) -> None:
+    assert parse_cpu_list(text) == cpus
+
+
+def test_gpus_of_a_box_take_cpus_of_their_own_near_them(tmp_path: Path) -> None:
+    add(tmp_path, "0000:01:00.0", vendor="0x8086", kind="0x020000")
+    gpus = [add(tmp_path, f"0000:{bus:02x}:00.0", cpus="0-7" if bus < 0x40 else "8-15") for bus in range(0x20, 0x60, 8)]
+    chosen = [choose_cpu(set(range(16)), gpu, rank, tmp_path) for rank, gpu in enumerate(gpus)]
+    assert all((cpu < 8) == (rank < 4) for rank, cpu in enumerate(chosen))
+    assert len(set(chosen[:4])) == 4
+    assert len(set(chosen[4:])) == 4
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ranks_that_share_a_gpu_do_not_share_the_cpu(tmp_path: Path, ranks: int) -> None:
+    gpu = add(tmp_path, "0000:20:00.0")
+    assert len({choose_cpu(set(range(4)), gpu, rank, tmp_path) for rank in range(ranks)}) == ranks
+
+
+def test_only_cpus_of_the_process_are_taken(tmp_path: Path) -> None:
+    gpu = add(tmp_path, "0000:20:00.0", cpus="0-7")
+    assert choose_cpu({6, 12}, gpu, 0, tmp_path) == 6
+    assert choose_cpu({12, 13}, gpu, 0, tmp_path) in {12, 13}  # none is near
+    assert choose_cpu({3}, "", 5, tmp_path / "missing") == 3
+    assert choose_cpu({1, 2}, add(tmp_path, "0000:30:00.0", cpus=None), 0, tmp_path) in {1, 2}

@@ -1,0 +1,56 @@
+"""Which CPU the threads that issue a device's work share."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+
+_PCI = Path("/sys/bus/pci/devices")
+_NVIDIA, _DISPLAY_CLASS = "0x10de", "0x03"
+
+
+def cpu_for(device: torch.device, rank: int) -> int:
+    """A CPU that this process may use: near the device, and another one for each of the box's GPUs and for each rank.
+
+    Where the system does not tell what is near, the GPUs are spread over all CPUs that the process may use.
+    """
+    properties = torch.cuda.get_device_properties(device)
+    address = ""
+    if hasattr(properties, "pci_bus_id"):
+        address = f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
+    return choose_cpu(os.sched_getaffinity(os.getpid()), address, rank, _PCI)
+
+
+def choose_cpu(allowed: set[int], address: str, rank: int, pci: Path) -> int:
+    """address: of the device, as in ``pci``, the folder where the system lists PCI devices."""
+    near = allowed & parse_cpu_list(_read(pci / address / "local_cpulist") if address else "")
+    cpus = sorted(near or allowed)
+    gpus = sorted(
+        folder.name
+        for folder in (pci.iterdir() if pci.is_dir() else ())
+        if _read(folder / "vendor") == _NVIDIA and _read(folder / "class").startswith(_DISPLAY_CLASS)
+    )
+    place = gpus.index(address) * len(cpus) // len(gpus) if address in gpus else 0
+    # One further than the first: that CPU often serves the system's interrupts.
+    return cpus[(place + rank + 1) % len(cpus)]
+
+
+def parse_cpu_list(text: str) -> set[int]:
+    """ "0-3,8" -> {0, 1, 2, 3, 8}; empty for anything else."""
+    cpus: set[int] = set()
+    try:
+        for part in text.split(","):
+            first, _, last = part.partition("-")
+            cpus.update(range(int(first), int(last or first) + 1))
+    except ValueError:
+        return set()
+    return cpus
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""
