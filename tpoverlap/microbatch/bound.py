@@ -54,9 +54,18 @@ def pieces_time(rows: Iterable[Sequence[Segment]], overhead_s: float = 0.0) -> f
     return max(ready_s, default=0.0)
 
 
-def best_piece_count(segments: Sequence[Segment], overhead_s: float, counts: Sequence[int] = (2, 3, 4)) -> int:
-    """The count whose bound is least; the fewer pieces of two that are equal."""
-    return min(counts, key=lambda count: (overlapped_time(segments, count, overhead_s), count))
+def best_piece_count(
+    segments: Sequence[Segment], overhead_s: float, counts: Sequence[int] = (2, 3, 4), *, issue_s: float = 0.0
+) -> int:
+    """The count that promises to be fastest; the fewer pieces of two that are equal.
+
+    issue_s: host time to issue one piece where a device runs it: all pieces take no less than the host takes for them.
+    """
+
+    def promised_s(count: int) -> float:
+        return max(overlapped_time(segments, count, overhead_s), count * issue_s)
+
+    return min(counts, key=lambda count: (promised_s(count), count))
 
 
 def _end_of_compute(start_s: float, work_s: float, slowdown: float, busy: deque[tuple[float, float]]) -> float:

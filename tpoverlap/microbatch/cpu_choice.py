@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -16,7 +17,7 @@ def cpu_for(device: torch.device, rank: int) -> int:
 
     Where the system does not tell what is near, the GPUs are spread over all CPUs that the process may use.
     """
-    properties = torch.cuda.get_device_properties(device)
+    properties: Any = torch.cuda.get_device_properties(device)
     address = ""
     if hasattr(properties, "pci_bus_id"):
         address = f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"

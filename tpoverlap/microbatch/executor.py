@@ -128,7 +128,8 @@ class MicroBatchExecutor:
                     # A device's collectives end after the call that issued them. On CPU each has raised by itself,
                     # and a failure that is seen only now belongs to the next run, which a peer has begun already.
                     self._group.check()
-                self._counts.ran(batch.num_tokens, len(pieces))
+                watched = reason is None and _size_class(pieces) not in self._watched_sizes
+                self._counts.ran(batch.num_tokens, len(pieces), is_typical=not watched)
                 if reason is None:
                     self._watched_sizes.add(_size_class(pieces))
                 return output
@@ -140,7 +141,7 @@ class MicroBatchExecutor:
                 raise
             finally:
                 if run is not None:
-                    self._stats.wall_s = time.perf_counter() - started_s
+                    self._stats.wall_s = self._stats.issue_s = time.perf_counter() - started_s
                     self._unresolved = run.measurements
         finally:
             self._running.release()

@@ -13,17 +13,16 @@ from tpoverlap.microbatch.bound import Segment, best_piece_count
 from tpoverlap.microbatch.stats import RunStats
 
 _FIRST = 2
-# What a further piece adds to each segment: a hand-over and the launches of its kernels.
-_OVERHEAD_S = 50e-6
+# What a further piece adds to each segment on a device: launches that are smaller than the device is wide.
+_OVERHEAD_S = 20e-6
 
 
 class PieceCounts:
     """Chooses the number of pieces; the same on all ranks, which run the same batches.
 
-    "auto": the second batch of a size (in units of ``cut_multiple`` tokens) that comes directly after the first takes
-    the first one's segment times, of the slowest rank, and keeps what
-    :func:`~tpoverlap.microbatch.bound.best_piece_count`
-    makes of them.
+    "auto": a batch that comes directly after one of its size (in units of ``cut_multiple`` tokens) takes that one's
+    segment times, of the slowest rank, and keeps the count that promises to be fastest: by
+    :func:`~tpoverlap.microbatch.bound.best_piece_count`, with the host time that a piece took on a device.
     """
 
     def __init__(self, group: GroupCoordinator, config: OverlapConfig) -> None:
@@ -41,9 +40,10 @@ class PieceCounts:
             self._chosen[size] = self._measured(last_stats())
         return self._chosen.get(size, _FIRST)
 
-    def ran(self, num_tokens: int, num_pieces: int) -> None:
-        """A batch has run to its end on this rank."""
-        self._last_size = num_tokens // self._config.cut_multiple if num_pieces == _FIRST else None
+    def ran(self, num_tokens: int, num_pieces: int, *, is_typical: bool = True) -> None:
+        """A batch has run to its end on this rank. is_typical: whether its times are those of others of its size."""
+        fits = num_pieces == _FIRST and is_typical
+        self._last_size = num_tokens // self._config.cut_multiple if fits else None
 
     def forget_unmeasured(self) -> None:
         """After a failure, which ranks may have met in different runs."""
@@ -57,7 +57,8 @@ class PieceCounts:
                 compute[interval.index] += interval.end_s - interval.start_s
             elif interval.kind == "communication":
                 communication[interval.index] += interval.end_s - interval.start_s
-        mine = torch.tensor([[compute[i], communication[i]] for i in range(len(compute))], dtype=torch.float32)
-        slowest = self._group.all_gather(mine[None], 0).amax(0)
-        segments = [Segment(t, c) for t, c in slowest.tolist()]
-        return best_piece_count(segments, _OVERHEAD_S)
+        issue_s = stats.issue_s if self._group.device.type != "cpu" else 0.0  # on CPU, computing is issuing
+        rows = [[issue_s, 0.0], *([compute[i], communication[i]] for i in range(len(compute)))]
+        mine = torch.tensor(rows, dtype=torch.float32)
+        (issue_s, _), *segments = self._group.all_gather(mine[None], 0).amax(0).tolist()
+        return best_piece_count([Segment(t, c) for t, c in segments], _OVERHEAD_S, issue_s=issue_s / _FIRST)

@@ -30,12 +30,16 @@ class Interval:
 
 @dataclass
 class RunStats:
-    """One run. Times in seconds; ``bypass_reason`` is None for a split run."""
+    """One run. Times in seconds; ``bypass_reason`` is None for a split run.
+
+    issue_s: how long the call took the host; a device's work may end later, and wall_s is the longer of both.
+    """
 
     num_tokens: int
     piece_tokens: tuple[int, ...]
     bypass_reason: str | None = None
     wall_s: float = 0.0
+    issue_s: float = 0.0
     compute_s: float = 0.0
     communication_s: float = 0.0
     exposed_s: float = 0.0
