@@ -7,7 +7,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from gguf import GGMLQuantizationType, GGUFWriter, quants
 from safetensors.torch import load_file, save_file
 from tiny_models import ThreadGroup, make_model, run_ranks, save_model
 from transformers import AutoConfig
@@ -23,6 +22,9 @@ from tpoverlap.model.reference import load_reference
 from tpoverlap.model.runner import Runner
 from tpoverlap.model.tensor_source import SafetensorsSource, open_source
 from tpoverlap.quant import NVFP4Linear
+
+gguf = pytest.importorskip("gguf")
+GGMLQuantizationType, GGUFWriter, quants = gguf.GGMLQuantizationType, gguf.GGUFWriter, gguf.quants
 
 PROMPT = torch.randint(90, (19,), generator=torch.Generator().manual_seed(1)).tolist()
 
