@@ -9,9 +9,13 @@ thousand tokens cannot hide. Blocks begin at the request's first token.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
+
+from tpoverlap.cuda.triton_launch import FastLaunch
 
 BLOCK = 64
 """Tokens whose scores are computed at once."""
@@ -24,7 +28,7 @@ def _rstd(x, D: tl.constexpr, eps):
     return 1.0 / tl.sqrt(tl.sum(x * x, axis=1) / D + eps)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _added_kernel(
     k, v, weight, log_decay, added, tokens, eps, scale,
     k_token, k_head, v_token, v_head,
@@ -51,7 +55,7 @@ def _added_kernel(
     tl.store(added + at + s[:, None] * D + d[None, :], result)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "num_blocks", "request"])
 def _scan_kernel(
     added, before_blocks, states, before, after, fresh, log_decay, tokens, num_blocks, request,
     D: tl.constexpr, BLOCK: tl.constexpr, SCAN: tl.constexpr,
@@ -76,7 +80,7 @@ def _scan_kernel(
     tl.store(states + (tl.load(after + request) * heads + head) * size + e, state, mask=e < size)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _read_kernel(
     gate, q, k, v, before_blocks, q_weight, k_weight, log_decay, out, tokens, eps, scale,
     q_token, q_head, k_token, k_head, v_token, v_head,
@@ -143,19 +147,43 @@ def mix_prefill(
     tokens, query_heads, dim = q.shape
     kv_heads = k.shape[1]
     blocks = triton.cdiv(tokens, BLOCK)
-    piece = min(_SLICE, dim)
     added = torch.empty((blocks, kv_heads, dim, dim), dtype=torch.float32, device=q.device)
     before_blocks = torch.empty((blocks, kv_heads, dim, dim), dtype=q.dtype, device=q.device)
+    q_strides, kv_strides = q.stride()[:2], (*k.stride()[:2], *v.stride()[:2])
+    launches = _launches(q.device, q.dtype, q_weight.dtype, dim, query_heads // kv_heads, q_strides + kv_strides)
+    # Heads are a multiple of 16 bytes, so one address tells of all.
+    aligned = q.data_ptr() % 16 == 0 and out.data_ptr() % 16 == 0
     scale = dim**-0.5
-    _added_kernel[(blocks, kv_heads, dim // piece)](
-        k, v, k_weight, log_decay, added, tokens, eps, scale, k.stride(0), k.stride(1), v.stride(0), v.stride(1),
-        D=dim, BLOCK=BLOCK, SLICE=piece, num_warps=8, num_stages=1,
-    )  # fmt: skip
-    _scan_kernel[(triton.cdiv(dim * dim, _SCAN), kv_heads)](
-        added, before_blocks, states, *slots, log_decay, tokens, blocks, request, D=dim, BLOCK=BLOCK, SCAN=_SCAN,
-    )  # fmt: skip
-    _read_kernel[(blocks, query_heads)](
-        gate, q, k, v, before_blocks, q_weight, k_weight, log_decay, out, tokens, eps, scale,
-        q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
-        GROUP=query_heads // kv_heads, D=dim, BLOCK=BLOCK, SLICE=piece, num_warps=8, num_stages=1,
-    )  # fmt: skip
+    launches[0](
+        blocks,
+        (k, v, k_weight, log_decay, added, tokens, eps, scale, *kv_strides),
+        y=kv_heads,
+        z=dim // min(_SLICE, dim),
+        aligned=aligned,
+    )
+    launches[1](
+        triton.cdiv(dim * dim, _SCAN),
+        (added, before_blocks, states, *slots, log_decay, tokens, blocks, request),
+        y=kv_heads,
+        aligned=aligned,
+    )
+    launches[2](
+        blocks,
+        (gate, q, k, v, before_blocks, q_weight, k_weight, log_decay, out, tokens, eps, scale, *q_strides, *kv_strides),
+        y=query_heads,
+        aligned=aligned,
+    )
+
+
+@functools.cache
+def _launches(
+    device: torch.device, dtype: torch.dtype, weights: torch.dtype, dim: int, group: int, strides: tuple[int, ...]
+) -> tuple[FastLaunch, FastLaunch, FastLaunch]:
+    """Those of one specialization: Triton looks at the strides' values."""
+    sizes = {"D": dim, "BLOCK": BLOCK}
+    tile = {**sizes, "SLICE": min(_SLICE, dim)}
+    return (
+        FastLaunch(_added_kernel, tile, num_warps=8, num_stages=1),
+        FastLaunch(_scan_kernel, {**sizes, "SCAN": _SCAN}),
+        FastLaunch(_read_kernel, {"GROUP": group, **tile}, num_warps=8, num_stages=1),
+    )

@@ -10,8 +10,8 @@ import torch
 from tpoverlap.attention.backend import PACKED_MATCHES_DECODE, PrefillRequest
 from tpoverlap.attention.triton.common import common_rejections, padded_dim, score_factors
 from tpoverlap.attention.triton.configs import DecodeTiles, decode_tiles
-from tpoverlap.attention.triton.launch import FastLaunch
 from tpoverlap.attention.triton_dispatch import dependent_launch, on_device_of
+from tpoverlap.cuda.triton_launch import FastLaunch
 
 name = "triton"
 capabilities = frozenset({PACKED_MATCHES_DECODE})

@@ -8,6 +8,7 @@ import functools
 import torch
 
 from tpoverlap.cuda.triton_available import triton_installed, triton_interpreted
+from tpoverlap.cuda.triton_launch import FastLaunch
 from tpoverlap.quant.nvfp4.format import GROUP, NVFP4Tensor
 from tpoverlap.quant.nvfp4.qpn2 import TILE_ROWS, QPN2Tensor
 from tpoverlap.quant.nvfp4.tiles import Tile, tile_for
@@ -39,7 +40,8 @@ def dequantize_into(t: NVFP4Tensor | QPN2Tensor, out: torch.Tensor, tile: Tile |
     words = _as_words(t.codes)
     scales = t.scales.view(torch.uint8)
     per_row = t.global_scale.ndim == 1
-    with torch.cuda.device(t.device) if t.device.type == "cuda" else contextlib.nullcontext():
+    is_elsewhere = t.device.type == "cuda" and t.device.index != torch.cuda.current_device()
+    with torch.cuda.device(t.device) if is_elsewhere else contextlib.nullcontext():
         if isinstance(t, QPN2Tensor):
             tile = tile or tile_for("qpn2", capability)
             parts = TILE_ROWS // kernels.QPN2_ROWS.value
@@ -57,18 +59,17 @@ def dequantize_into(t: NVFP4Tensor | QPN2Tensor, out: torch.Tensor, tile: Tile |
         else:
             tile = tile or tile_for("row_major", capability)
             num_groups = n * groups_per_row
-            grid = (-(-num_groups // tile.groups),)
-            kernels.dequantize_row_major[grid](
-                words,
-                scales,
-                t.global_scale,
-                out,
-                num_groups,
-                groups_per_row,
-                PER_ROW=per_row,
-                GROUPS=tile.groups,
-                num_warps=tile.num_warps,
-            )
+            args = (words, scales, t.global_scale, out, num_groups, groups_per_row)
+            aligned = not any(x.data_ptr() % 16 for x in (words, scales, t.global_scale, out))
+            launch = _row_major(t.device, out.dtype, groups_per_row, per_row, tile)
+            launch(-(-num_groups // tile.groups), args, aligned=aligned)
+
+
+@functools.cache
+def _row_major(device: torch.device, dtype: torch.dtype, groups_per_row: int, per_row: bool, tile: Tile) -> FastLaunch:
+    from tpoverlap.quant.nvfp4.triton_kernels import dequantize_row_major
+
+    return FastLaunch(dequantize_row_major, {"PER_ROW": per_row, "GROUPS": tile.groups}, num_warps=tile.num_warps)
 
 
 def _as_words(codes: torch.Tensor) -> torch.Tensor:

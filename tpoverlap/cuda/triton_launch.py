@@ -26,11 +26,11 @@ class FastLaunch:
         self._values = tuple(constants.values())
         self._compiled: Any = None
 
-    def __call__(self, programs: int, args: tuple[Any, ...], *, aligned: bool) -> None:
-        """Launch ``programs`` programs on the current device and stream; ``args`` come before the constants."""
+    def __call__(self, programs: int, args: tuple[Any, ...], *, aligned: bool, y: int = 1, z: int = 1) -> None:
+        """Launch programs x y x z programs on the current device and stream; ``args`` come before the constants."""
         if self._compiled is not None and aligned:
-            self._compiled[(programs, 1, 1)](*args, *self._values)
+            self._compiled[(programs, y, z)](*args, *self._values)
             return
-        compiled = self._kernel[(programs, 1, 1)](*args, **self._constants, **self._options)
+        compiled = self._kernel[(programs, y, z)](*args, **self._constants, **self._options)
         if aligned and not triton_interpreted():
             self._compiled = compiled
