@@ -7,6 +7,7 @@ A record holds {"what", "date", "command", "commit", "hardware", "versions", "no
 from __future__ import annotations
 
 import datetime
+import gc
 import importlib.metadata
 import json
 import math
@@ -100,6 +101,9 @@ def alternate(arms: Sequence[Arm], repetitions: int = 20, warmup: int = 3, *, la
         raise ValueError(f"needs repetitions >= 1 and warmup >= 0, got {repetitions} and {warmup}")
     for arm in arms:
         arm.check()
+    # What lives as long as the run is no work for the collector, whose pauses fall on whichever arm is at work.
+    gc.collect()
+    gc.freeze()
     turns: dict[str, list[float]] = {name: [] for name in names}
     with Progress(label, (warmup + repetitions) * len(arms)) as progress:
         for round_number in range(warmup + repetitions):
