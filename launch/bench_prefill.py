@@ -6,13 +6,15 @@ The model has the shapes of a real one and random NVFP4 weights. Arms take turns
 the last ones run serially on NCCL with peer access, by ranks of their own. Every arm's first token and logits are
 checked against the serial arm's. Prompts are timed whole, ``--rounds`` times an arm; then single chunks evenly over
 the prompt, on the cache that it has left, where the arms also say how much communication no compute has hidden. The
-communication of a decode step is compared in CUDA graphs behind the prompt. On CPU ranks gloo and the shared-memory
+communication of a decode step is compared in CUDA graphs behind the prompt. Then the model's parts are timed alone, and
+each prefill is predicted from them (docs/prediction.md). On CPU ranks gloo and the shared-memory
 channel take the transports' places.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import sys
 from collections.abc import Sequence
@@ -27,9 +29,22 @@ from bench_common import Arm, Comparison, alternate, check_record, write_json
 from bench_teams import Team, peer_access
 from job_machine import require_packages
 from job_ranks import start_ranks
+from predict_records import to_record
 from prefill_arms import PrefillArm, everything, prefill_arms
-from prefill_contributions import WHAT, ChunkAccount, Findings, Measured, figures, missed, notes, tables, write_plot
+from prefill_contributions import (
+    WHAT,
+    ChunkAccount,
+    Findings,
+    Measured,
+    figures,
+    missed,
+    notes,
+    predictions,
+    tables,
+    write_plot,
+)
 from prefill_decode import decode_times
+from prefill_parts import device_tables, measured_by
 from prefill_soak import SETTLED, soak
 from prefill_trials import BLOCK_SIZE, TOLERANCE, PrefillTrials, Prompt, sample
 from synthetic_decoder import SHAPES, SyntheticShape
@@ -39,6 +54,7 @@ from tpoverlap.trace import Timeline
 
 _LONG = 64_000
 """Prompts from here on are timed once by default."""
+_UNTIMED = 2
 
 
 @dataclass(frozen=True)
@@ -95,12 +111,17 @@ def measure(options: Options) -> Findings:
         stack.callback(team.world.leave)
         trials = PrefillTrials(team, options.model, options.chunk, options.state_block, max(options.lengths))
         stack.callback(trials.close)
+        # As long-running servers do: a collection would walk the whole model in the middle of a prompt.
+        gc.collect()
+        gc.freeze()
         arms = choose_arms(options, trials)
         warm_up(trials, arms, options.chunk)
         found = [measure_length(options, trials, arms, length) for length in options.lengths]
         ours = everything(arms)
+        is_whole = options.layers == SHAPES[options.shape].num_layers
+        parts = device_tables(trials, arms, options.shape, max(options.lengths)) if is_whole else []
         footprints = soak(trials, ours, options.soak, 2 * options.chunk) if options.soak else None
-        return Findings(found, footprints)
+        return Findings(found, footprints, parts)
 
 
 def choose_arms(options: Options, trials: PrefillTrials) -> list[PrefillArm]:
@@ -131,10 +152,20 @@ def warm_up(trials: PrefillTrials, arms: Sequence[PrefillArm], chunk: int) -> No
         trials.timed_prefill(arm, prompt)
 
 
+def settle(trials: PrefillTrials, arms: Sequence[PrefillArm], prompt: Prompt) -> None:
+    """Runs the prompt's last chunks, untimed. An executor watches the first split batch of a size for collectives of
+    others, which is slow, and pins its threads from the next one on. What this leaves in the cache is overwritten."""
+    for arm in arms:
+        for chunk in {chunk.num_tokens: chunk for chunk in prompt.chunks}.values():
+            for _ in range(_UNTIMED):
+                trials.timed_chunk(arm, chunk)
+
+
 def measure_length(options: Options, trials: PrefillTrials, arms: list[PrefillArm], length: int) -> Measured:
     prompt = trials.prompt(length)
     peaks = {arm.name: 0 for arm in arms}
     answers = {}
+    settle(trials, arms, prompt)
 
     def whole(arm: PrefillArm) -> float:
         seconds, peak, answer = trials.timed_prefill(arm, prompt)
@@ -190,7 +221,8 @@ def write_trace(path: Path, trials: PrefillTrials, arms: Sequence[PrefillArm], p
 
 
 def report(options: Options, found: Findings) -> int:
-    made = tables(found)
+    prefills = [(one, measured_by(one, found.prompts, options.chunk, options.device)) for one in found.parts]
+    made = tables(found) + ([predictions(prefills)] if prefills else [])
     print_tables(made)
     shape = options.model
     weights = "FP16 activations" if options.device == "cuda" else "FP32 activations"
@@ -212,7 +244,10 @@ def report(options: Options, found: Findings) -> int:
     ]
     if options.teams == 1 and options.device == "cuda":
         lines.append("NCCL with peer access was not compared: left out, or these GPUs do not reach each other.")
+    if not prefills:
+        lines.append("Nothing was predicted: --layers has left some of the model out.")
     if options.json:
+        made += [table for one, measured in prefills for table in to_record(one, measured)]
         record = write_json(options.json, what=WHAT, tables=made, figures=figures(found), notes=lines)
         print(f"\nrecord: {options.json}")
         if options.plot:

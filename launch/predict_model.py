@@ -52,6 +52,7 @@ SHAPES = {
     "qwen3.8-27b": ModelShape(64, 5120, 24, 4, 256, 17408, attention_every=4, gated=True),
     "qwen3-32b": ModelShape(64, 5120, 64, 8, 128, 25600),
     "llama-70b": ModelShape(80, 8192, 64, 8, 128, 28672),
+    "tiny": ModelShape(4, 64, 4, 2, 64, 128, attention_every=2, gated=True),
 }
 
 
@@ -121,19 +122,22 @@ class Predictor:
         )
         attends = [self._shape.has_attention(layer) for layer in range(self._shape.layers)]
         rows = itertools.chain.from_iterable((attending if full else plain, mlp) for full in attends)
-        seconds = pieces_time(rows, self._tables.hand_over if overlaps else 0.0)
+        outside_s = self._tables.per_chunk
+        seconds = outside_s + pieces_time(rows, self._tables.hand_over if overlaps else 0.0)
         occurrences = ((plain, attends.count(False)), (attending, attends.count(True)), (mlp, len(attends)))
-        compute_s = sum(count * part.compute_s for row, count in occurrences for part in row)
+        compute_s = outside_s + sum(count * part.compute_s for row, count in occurrences for part in row)
         communication_s = sum(count * part.communication_s for row, count in occurrences for part in row)
         limit_s = max(compute_s, communication_s) if overlaps else compute_s + communication_s
         return Prediction(seconds, compute_s, communication_s, limit_s)
 
     def prefill(self, transport: str, tokens: int, chunk: int, num_pieces: int = 1) -> Prediction:
         """A prompt in chunks, each in equal pieces (1: whole). Chunks follow each other without overlap."""
-        return Prediction.sum(
+        of_chunks = [
             self.split(transport, context, count, equal_cuts(count, num_pieces))
             for context, count in chunks(tokens, chunk)
-        )
+        ]
+        logits_s = self._tables.per_prompt
+        return Prediction.sum([*of_chunks, Prediction(logits_s, logits_s, 0.0, logits_s)])
 
     def best_cut(self, transport: str, context: int, tokens: int, cut_multiple: int = 128) -> BestCut:
         """The cuts into 1 to 4 pieces at multiples of ``cut_multiple`` that are predicted to be fastest.

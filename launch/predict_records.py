@@ -1,12 +1,13 @@
 """Prediction tables inside a benchmark's record, beside the prefills that they should predict.
 
-A record of :mod:`bench_common` (docs/benchmarks/prefill_<hardware>_<date>.json) holds two tables:
+A record of :mod:`bench_common` (docs/benchmarks/prefill_<hardware>_<date>.json) holds two tables for each choice of
+kernels that its arms make, ``name`` being that of the choice's :class:`~predict_tables.DeviceTables`:
 
-- "Prediction tables", columns quantity, at, keys before, value. A row for each point or number of the schema in
+- "Prediction tables: name", columns quantity, at, keys before, value. A row for each point or number of the schema in
   :mod:`predict_tables`: ("mixer", tokens, None, seconds), ("attention", tokens, keys before, seconds),
   ("NCCL: all_reduce", bytes, None, seconds), ("NCCL: slowdown.linear", None, None, 0.12), ("ranks", None, None, 2), ...
-- "Measured prefills", columns transport, pieces, tokens, chunk, seconds: median times in equal pieces, 1 for a chunk
-  that runs whole.
+- "Measured prefills: name", columns transport, pieces, tokens, chunk, seconds: median times in equal pieces, 1 for a
+  chunk that runs whole.
 
 A benchmark makes them by :func:`to_record`, from what it timed in the same launch.
 """
@@ -24,6 +25,7 @@ from tpoverlap.errors import ConfigError
 
 TABLES_TITLE, TABLES_COLUMNS = "Prediction tables", ["quantity", "at", "keys before", "value"]
 MEASURED_TITLE, MEASURED_COLUMNS = "Measured prefills", ["transport", "pieces", "tokens", "chunk", "seconds"]
+_SINGLE = ("name", "shape", "ranks", "hand_over", "per_chunk", "per_prompt")
 Table = dict[str, Any]
 
 
@@ -43,7 +45,7 @@ def to_record(tables: DeviceTables, measured: Iterable[Measured]) -> list[Table]
     if isinstance(tables.attention, WaveAttention):
         raise ValueError("a record holds measured points of attention, not a model of its waves")
     given = to_json(tables)
-    rows: list[list[Any]] = [[field, None, None, given[field]] for field in ("name", "shape", "ranks", "hand_over")]
+    rows: list[list[Any]] = [[field, None, None, given[field]] for field in _SINGLE]
     rows += [["source", None, None, source] for source in given["sources"]]
     rows += [[part, x, None, seconds] for part in ("mixer", "mlp") for x, seconds in given[part]]
     rows += [["attention", *point] for point in given["attention"]["points"]]
@@ -53,16 +55,41 @@ def to_record(tables: DeviceTables, measured: Iterable[Measured]) -> list[Table]
         rows.append([f"{name}: beside_compute", None, None, transport["beside_compute"]])
         rows += [[f"{name}: slowdown.{kernel}", None, None, v] for kernel, v in transport["slowdown"].items()]
     return [
-        {"title": TABLES_TITLE, "columns": TABLES_COLUMNS, "rows": rows},
-        {"title": MEASURED_TITLE, "columns": MEASURED_COLUMNS, "rows": [list(astuple(one)) for one in measured]},
+        {"title": f"{TABLES_TITLE}: {tables.name}", "columns": TABLES_COLUMNS, "rows": rows},
+        {
+            "title": f"{MEASURED_TITLE}: {tables.name}",
+            "columns": MEASURED_COLUMNS,
+            "rows": [list(astuple(one)) for one in measured],
+        },
     ]
 
 
-def from_record(record: Mapping[str, Any]) -> tuple[DeviceTables, list[Measured]]:
-    """What :func:`to_record` put into a record. ConfigError that says what is missing or wrong."""
+def from_record(record: Mapping[str, Any]) -> list[tuple[DeviceTables, list[Measured]]]:
+    """What :func:`to_record` put into a record, each time. ConfigError that says what is missing or wrong."""
+    prefix = f"{TABLES_TITLE}: "
+    names = [table["title"].removeprefix(prefix) for table in record["tables"] if table["title"].startswith(prefix)]
+    if not names:
+        raise ConfigError(f'a record that can be predicted has tables "{prefix}...", this one has none')
+    return [_of_name(record, name) for name in names]
+
+
+def compare(record: Mapping[str, Any]) -> list[tuple[Measured, float]]:
+    """Every measured prefill of a record, and the seconds that its tables predict. ConfigError as above."""
+    return [(one, predicted_s(tables, one)) for tables, measured in from_record(record) for one in measured]
+
+
+def predicted_s(tables: DeviceTables, one: Measured) -> float:
+    """Seconds of that prefill. ConfigError for tables of a model that is not known, or without its transport."""
+    if tables.shape not in SHAPES:
+        raise ConfigError(f"the tables are of shape {tables.shape!r}, known are {', '.join(SHAPES)}")
+    predictor = Predictor(SHAPES[tables.shape], tables, tables.ranks)
+    return predictor.prefill(one.transport, one.tokens, one.chunk, one.pieces).seconds
+
+
+def _of_name(record: Mapping[str, Any], name: str) -> tuple[DeviceTables, list[Measured]]:
     given: dict[str, Any] = {"sources": [], "mixer": [], "mlp": [], "dequantization": None}
     given |= {"attention": {"points": []}, "transports": {}}
-    for quantity, at, context, value in _rows(record, TABLES_TITLE, TABLES_COLUMNS):
+    for quantity, at, context, value in _rows(record, f"{TABLES_TITLE}: {name}", TABLES_COLUMNS):
         transport, separator, field = quantity.rpartition(": ")
         if separator:
             empty: dict[str, Any] = {"all_reduce": [], "slowdown": {}}
@@ -84,19 +111,10 @@ def from_record(record: Mapping[str, Any]) -> tuple[DeviceTables, list[Measured]
             given["dequantization"] = {**(given["dequantization"] or {}), quantity.partition(".")[2]: value}
         else:
             given[quantity] = value
-    measured = [Measured(*row) for row in _rows(record, MEASURED_TITLE, MEASURED_COLUMNS)]
+    measured = [Measured(*row) for row in _rows(record, f"{MEASURED_TITLE}: {name}", MEASURED_COLUMNS)]
     if not measured:
-        raise ConfigError(f'the table "{MEASURED_TITLE}" has no rows: there is nothing to predict')
+        raise ConfigError(f'the table "{MEASURED_TITLE}: {name}" has no rows: there is nothing to predict')
     return from_json(given), measured
-
-
-def compare(record: Mapping[str, Any]) -> list[tuple[Measured, float]]:
-    """Every measured prefill of a record, and the seconds that its tables predict. ConfigError as above."""
-    tables, measured = from_record(record)
-    if tables.shape not in SHAPES:
-        raise ConfigError(f"the tables are of shape {tables.shape!r}, known are {', '.join(SHAPES)}")
-    predictor = Predictor(SHAPES[tables.shape], tables, tables.ranks)
-    return [(one, predictor.prefill(one.transport, one.tokens, one.chunk, one.pieces).seconds) for one in measured]
 
 
 def _rows(record: Mapping[str, Any], title: str, columns: list[str]) -> list[list[Any]]:

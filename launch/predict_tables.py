@@ -14,7 +14,8 @@ A tables file is one object; all times are seconds, on one rank, of a kernel tha
      "transports": {"NCCL": {"all_reduce": [[bytes, seconds], ...],
                              "beside_compute": 1.0,         factor on those seconds beside compute
                              "slowdown": {"linear": 0.18, "dequantization": 0.22, "attention": 0.18}}, ...},
-     "hand_over": 2.3e-5}                                   what a further piece adds to a segment
+     "hand_over": 2.3e-5,                                   what a further piece adds to a segment
+     "per_chunk": 1e-4, "per_prompt": 2e-4}                 outside of the layers: embedding and last norm; logits
 
 The first transport is the one that a serial run uses, the last one is ours. "slowdown" says by which part of itself a
 kernel takes longer beside that transport's all-reduces. Between points times are linear (see :class:`Curve`).
@@ -48,6 +49,8 @@ _FIELDS = (
     "attention",
     "transports",
     "hand_over",
+    "per_chunk",
+    "per_prompt",
 )
 
 
@@ -134,6 +137,8 @@ class DeviceTables:
     attention: WaveAttention | PointAttention
     transports: Mapping[str, Transport]
     hand_over: float
+    per_chunk: float = 0.0
+    per_prompt: float = 0.0
 
 
 def read_tables(path: Path) -> DeviceTables:
@@ -168,7 +173,7 @@ def from_json(given: Any) -> DeviceTables:
         dequantization=_dequantization(given["dequantization"]),
         attention=_waves(attention["waves"]) if "waves" in attention else _attention_points(attention["points"]),
         transports={name: _transport(name, transport) for name, transport in transports.items()},
-        hand_over=_number("hand_over", given["hand_over"]),
+        **{field: _number(field, given[field]) for field in ("hand_over", "per_chunk", "per_prompt")},
     )
 
 
@@ -197,6 +202,8 @@ def to_json(tables: DeviceTables) -> dict[str, Any]:
             for name, transport in tables.transports.items()
         },
         "hand_over": tables.hand_over,
+        "per_chunk": tables.per_chunk,
+        "per_prompt": tables.per_prompt,
     }
 
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import re
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from bench_common import Comparison
+from predict_records import Measured as MeasuredPrefill
+from predict_records import predicted_s
+from predict_tables import DeviceTables
 from prefill_arms import BEST_PEER_SERIAL, BEST_SERIAL, PEER_SERIAL, SERIAL, PrefillArm, everything, transport_step
 from prefill_soak import LENGTHS, SETTLED, Footprint, growth
 from prefill_trials import Answer
@@ -85,15 +88,29 @@ class Measured:
 
 @dataclass(frozen=True)
 class Findings:
-    """All that was measured. soak: None where it was not asked for."""
+    """All that was measured. soak: None where it was not asked for. parts: tables for each choice of kernels; empty
+    where the model was not whole."""
 
     prompts: list[Measured]
     soak: list[Footprint] | None
+    parts: list[DeviceTables] = field(default_factory=list)
 
 
 def tables(found: Findings) -> list[dict[str, Any]]:
     made = [table for one in found.prompts for table in (_contributions(one), _ratios(one), _decode(one))]
     return made + ([_soak(found.soak)] if found.soak else [])
+
+
+def predictions(prefills: Iterable[tuple[DeviceTables, Sequence[MeasuredPrefill]]]) -> dict[str, Any]:
+    """Prefills beside what the tables of their kernels predict for them."""
+    rows: list[list[str | int | float | None]] = []
+    for kernels, measured in prefills:
+        for one in measured:
+            seconds = predicted_s(kernels, one)
+            error = f"{seconds / one.seconds - 1:+.1%}"
+            rows.append([kernels.name, one.transport, one.pieces, one.tokens, one.seconds, seconds, error])
+    columns = ["kernels", "transport", "pieces", "tokens", "measured, s", "predicted, s", "error"]
+    return {"title": "Predicted from parts timed alone", "columns": columns, "rows": rows}
 
 
 def figures(found: Findings) -> dict[str, float | int | str]:

@@ -34,10 +34,11 @@ BLOCK_SIZE = 32
 
 class SwitchedGroup:
     """The group that a model's collectives go to, which changes between arms. Sums replace their input, which every
-    layer has made for itself."""
+    layer has made for itself. is_silent: there are none, for parts of layers that are timed alone."""
 
     def __init__(self, group: GroupCoordinator) -> None:
         self.current = group
+        self.is_silent = False
 
     @property
     def rank_in_group(self) -> int:
@@ -48,7 +49,7 @@ class SwitchedGroup:
         return self.current.world_size
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        return self.current.all_reduce(x, out=x)
+        return x if self.is_silent else self.current.all_reduce(x, out=x)
 
     def all_gather(self, x: torch.Tensor, dim: int) -> torch.Tensor:
         return self.current.all_gather(x, dim)
@@ -77,7 +78,7 @@ class PrefillTrials:
         self.team = team
         self.chunk_tokens = chunk_tokens
         self.state_block = state_block
-        self._shape = shape
+        self.shape = shape
         configs = [HostReduceConfig(max_bytes=0, copy_engine_max_bytes=0)]
         configs += [HostReduceConfig()] if team.name == HOST else []
         self.groups = [GroupCoordinator(team.ranks, team.rank, team.device, config) for config in configs]
@@ -85,7 +86,7 @@ class PrefillTrials:
         self._executors: dict[tuple[int, int], MicroBatchExecutor] = {}
         dtype = torch.float16 if team.device.type == "cuda" else torch.float32
         with Progress("make layers", shape.num_layers) as progress:
-            self.model, self._workspace = synthetic_decoder(
+            self.model, self.workspace = synthetic_decoder(
                 shape,
                 self._switch,
                 dtype=dtype,
@@ -98,7 +99,7 @@ class PrefillTrials:
         self.model.allocate_kv_cache(slots * runs, BLOCK_SIZE)
         order = torch.randperm(slots, generator=torch.Generator().manual_seed(3))
         self.block_table = (order[:, None] * runs + torch.arange(runs)).view(1, -1).to(team.device, torch.int32)
-        self._attentions = [module for module in self.model.modules() if isinstance(module, Attention)]
+        self.attentions = [module for module in self.model.modules() if isinstance(module, Attention)]
         self._prompts: dict[int, Prompt] = {}
         self._expected: dict[int, torch.Tensor] = {}
 
@@ -111,7 +112,7 @@ class PrefillTrials:
     def make_prompt(self, length: int) -> Prompt:
         """Random tokens, the same ones for the same length on all ranks."""
         device = self.team.device
-        ids = torch.randint(self._shape.vocab, (length,), generator=torch.Generator().manual_seed(length)).to(device)
+        ids = torch.randint(self.shape.vocab, (length,), generator=torch.Generator().manual_seed(length)).to(device)
         return Prompt(
             length,
             [
@@ -134,10 +135,15 @@ class PrefillTrials:
 
     def configure_transport(self, arm: PrefillArm, transport: int) -> None:
         """Gives the model the arm's kernels, and any transport."""
-        self._switch.current = self.groups[transport]
-        for attention in self._attentions:
+        self._switch.current, self._switch.is_silent = self.groups[transport], False
+        for attention in self.attentions:
             attention.prefill_backend, attention.prefill_num_splits = arm.backend, arm.num_splits
-        self._workspace.tile = arm.tile
+        self.workspace.tile = arm.tile
+
+    def configure_alone(self, arm: PrefillArm) -> None:
+        """Gives the model the arm's kernels, and no all-reduces."""
+        self.configure_transport(arm, BASELINE)
+        self._switch.is_silent = True
 
     def configure(self, arm: PrefillArm) -> MicroBatchExecutor:
         """Makes the model run as the arm says; what runs its batches."""
@@ -153,8 +159,8 @@ class PrefillTrials:
             self._executors[key] = MicroBatchExecutor(
                 self.groups[arm.transport],
                 overlap,
-                state_block=self.state_block if self._shape.has_states else None,
-                balance_position=self._shape.balance_position,
+                state_block=self.state_block if self.shape.has_states else None,
+                balance_position=self.shape.balance_position,
             )
         return self._executors[key]
 
@@ -195,7 +201,7 @@ class PrefillTrials:
         for attempt in range(_TRIES):
             if self.team.world.share(bool(logits) and lead(logits[-1]) >= CLEAR_LEAD):
                 return
-            last.input_ids[-1] = (7919 * attempt + 1) % self._shape.vocab
+            last.input_ids[-1] = (7919 * attempt + 1) % self.shape.vocab
             if arm.team == self.team.name:
                 logits.append(self.prefill(arm, Prompt(prompt.length, [last])))
         raise WrongResultError(f"{_TRIES} last tokens of a prompt of {prompt.length} give no clear first token")
@@ -233,7 +239,7 @@ class PrefillTrials:
         """WrongResultError where a chunk's all-reduces would not take the way that the arm is named for."""
         if arm.team != self.team.name:
             return
-        like = torch.empty(self.chunk_tokens // max(arm.pieces, 1), self._shape.hidden, dtype=self.model.dtype)
+        like = torch.empty(self.chunk_tokens // max(arm.pieces, 1), self.shape.hidden, dtype=self.model.dtype)
         reasons = self.groups[arm.transport].rejection_reasons(like.to(self.team.device))
         wanted = "torch" if arm.transport == BASELINE else "copy_engine" if like.dtype == torch.float16 else "cpu"
         chosen = next(name for name, reason in reasons.items() if reason is None)
@@ -242,14 +248,14 @@ class PrefillTrials:
 
     def attention_times(self, length: int) -> dict[str, float]:
         """Seconds of one chunk's attention behind ``length`` tokens on each backend that serves it."""
-        k_cache, v_cache = self._attentions[0].kv_cache or (None, None)
+        k_cache, v_cache = self.attentions[0].kv_cache or (None, None)
         assert k_cache is not None
         assert v_cache is not None
         k_cache.normal_()
         v_cache.normal_()
         tokens, device = self.chunk_tokens, self.team.device
-        heads = self._shape.query_heads // self.team.size
-        q = torch.randn(tokens, heads, self._shape.head_dim, dtype=self.model.dtype, device=device)
+        heads = self.shape.query_heads // self.team.size
+        q = torch.randn(tokens, heads, self.shape.head_dim, dtype=self.model.dtype, device=device)
         lengths = torch.tensor([max(length, tokens)], dtype=torch.int32, device=device)
         starts = torch.tensor([0, tokens], dtype=torch.int32, device=device)
         found = {}

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from bench_common import ROOT, check_record
+from predict_records import MEASURED_TITLE, TABLES_TITLE
 
 HEADER = """# Benchmarks
 
@@ -58,6 +59,8 @@ def _section(record: dict[str, Any]) -> str:
         "",
     ]
     for table in record["tables"]:
+        if table["title"].startswith((f"{TABLES_TITLE}: ", f"{MEASURED_TITLE}: ")):
+            continue  # for predict.py, hundreds of points
         lines += [f"### {table['title']}", "", *_table(table["columns"], table["rows"]), ""]
     if record["figures"]:
         lines += ["### Figures", "", *_table(["figure", "value"], list(record["figures"].items())), ""]

@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "launch"))
 from bench_common import ROOT, Comparison, check_record
 from bench_prefill import parse_options
 from bench_teams import HOST, PEER
+from predict_records import compare, from_record
+from predict_tables import PointAttention
 from prefill_arms import SERIAL, TILE, everything, prefill_arms
 from prefill_contributions import ChunkAccount, Findings, Measured, figures, missed, tables
 from prefill_soak import LENGTHS, SETTLED, Footprint, growth
@@ -196,6 +199,31 @@ def test_bad_options_are_refused(arguments: list[str], message: str, capsys: pyt
     assert message in capsys.readouterr().err
 
 
+def check_predictions(record: dict[str, Any]) -> None:
+    ((kernels, prefills),) = from_record(record)
+    assert kernels.name == "auto attention, default dequantization tile"
+    assert (kernels.shape, kernels.ranks) == ("tiny", 2)
+    assert [(one.transport, one.pieces) for one in prefills] == [("gloo", 1), ("gloo", 2), ("channel", 2)]
+    assert {(one.tokens, one.chunk) for one in prefills} == {(300, 128)}
+    assert [tokens for tokens, _ in kernels.mixer.points] == [tokens for tokens, _ in kernels.mlp.points]
+    assert {tokens for tokens, _ in kernels.mlp.points} == {16, 32, 64, 96, 128}
+    assert isinstance(kernels.attention, PointAttention)
+    assert {point[:2] for point in kernels.attention.points} == {
+        (tokens, context) for tokens in (32, 64, 128) for context in (0, (300 - tokens) // 2, 300 - tokens)
+    }
+    assert kernels.dequantization is not None
+    assert kernels.dequantization.per == "chunk"
+    assert min(kernels.hand_over, kernels.dequantization.mixer, kernels.dequantization.mlp) >= 0
+    assert min(kernels.per_chunk, kernels.per_prompt) > 0
+    assert list(kernels.transports) == ["gloo", "channel"]
+    for transport in kernels.transports.values():
+        assert [size for size, _ in transport.all_reduce.points] == [64 * 2 * n for n in (16, 32, 64, 96, 128)]
+    predicted = [row for table in record["tables"] for row in table["rows"] if table["title"].startswith("Predicted")]
+    for (one, seconds), row in zip(compare(record), predicted, strict=True):
+        assert 0 < seconds < 100 * one.seconds
+        assert row[1:6] == [one.transport, one.pieces, one.tokens, one.seconds, seconds]
+
+
 def test_a_short_run_on_cpu_ranks_leaves_all_its_files(tmp_path: Path) -> None:
     record_file, plot, trace = (tmp_path / name for name in ("record.json", "plot.png", "trace.json"))
     command = [sys.executable, str(ROOT / "launch" / "bench_prefill.py"), "--device", "cpu", "--shape", "tiny"]
@@ -210,6 +238,7 @@ def test_a_short_run_on_cpu_ranks_leaves_all_its_files(tmp_path: Path) -> None:
     assert [row[0] for row in record["tables"][0]["rows"]] == ["serial", "+ halves", "+ channel"]
     assert len({row[9] for row in record["tables"][0]["rows"]}) == 1  # the first token
     assert record["figures"].keys() >= {"channel_over_serial_300", "decode_gloo_300_ms", "soak_growth_resident_mib"}
+    check_predictions(record)
     assert plot.read_bytes().startswith(b"\x89PNG")
     drawn = [sys.executable, command[1], "--record", str(record_file), "--plot", str(tmp_path / "again.png")]
     assert subprocess.run(drawn, timeout=60).returncode == 0

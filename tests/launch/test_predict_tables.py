@@ -139,16 +139,23 @@ def record(measured: list[Measured]) -> dict[str, Any]:
 def test_a_record_gives_back_tables_and_measured_prefills() -> None:
     measured = [Measured("NCCL", 1, 4096, 2048, 1.5), Measured("copy engines", 2, 4096, 2048, 1.0)]
     made = record(measured)
-    assert from_record(made) == (MEASURED, measured)
+    assert from_record(made) == [(MEASURED, measured)]
     assert [one for one, _ in compare(made)] == measured
     plain = {**made, "tables": to_record(replace(MEASURED, dequantization=None), measured)}
-    assert from_record(plain)[0].dequantization is None
+    assert from_record(plain)[0][0].dequantization is None
+    other = replace(MEASURED, name="other kernels", hand_over=1e-5, per_chunk=1e-3, per_prompt=2e-3)
+    both = {**made, "tables": [*made["tables"], *to_record(other, measured[:1])]}
+    assert from_record(both) == [(MEASURED, measured), (other, measured[:1])]
+    first, _, slower = (seconds for _, seconds in compare(both))
+    assert slower == pytest.approx(first + 2 * 1e-3 + 2e-3)  # two chunks, each whole
 
 
 def test_records_that_cannot_be_predicted_say_why() -> None:
     good = record([Measured("NCCL", 1, 4096, 2048, 1.5)])
-    with pytest.raises(ConfigError, match='has one table "Prediction tables" with the columns'):
+    with pytest.raises(ConfigError, match=r"has tables .Prediction tables: .*, this one has none"):
         from_record({**good, "tables": good["tables"][1:]})
+    with pytest.raises(ConfigError, match=f'has one table "Measured prefills: {MEASURED.name}" with the columns'):
+        from_record({**good, "tables": good["tables"][:1]})
     with pytest.raises(ConfigError, match="no rows"):
         from_record(record([]))
     broken = copy.deepcopy(good)
