@@ -53,6 +53,7 @@ class Access:
 class Step:
     """mark: a name for the point behind this step; ``behind`` are points that others must have reached.
 
+    instead: any one of these lets the step pass too, whatever ``waits`` say.
     escape: the mark of its own behind which the process may go on instead of this step, once a failure is recorded.
     lenient: accesses are not checked once a failure is recorded, since their operation is known to have failed.
     """
@@ -64,12 +65,14 @@ class Step:
     ends: tuple[Access, ...] = ()
     stores: tuple[tuple[str, int], ...] = ()
     mark: Hashable = None
+    instead: tuple[Wait, ...] = ()
     escape: Hashable = None
     lenient: bool = False
 
     @property
     def only_waits(self) -> bool:
-        return not (self.begins or self.ends or self.stores) and self.mark is None and self.escape is None
+        acts = self.begins or self.ends or self.stores or self.instead
+        return not acts and self.mark is None and self.escape is None
 
 
 @dataclass(frozen=True)

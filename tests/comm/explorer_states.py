@@ -42,6 +42,7 @@ class _Tables:
 
     runs: np.ndarray
     waits: dict[str, np.ndarray]  # [position * values + value index]: whether the wait passes
+    instead: dict[str, np.ndarray]  # the same for what passes instead of all waits
     behind: dict[int, np.ndarray]  # the position that another process must have reached
     hazards: dict[int, np.ndarray]  # the same for the accesses that begin: below it is a violation
     keep: np.ndarray
@@ -116,8 +117,12 @@ class States:
             escapes = able & recorded & (tables.escape[at] >= 0)
             for j, need in tables.behind.items():
                 able &= positions[j] >= need[at]
+            passes = np.ones(len(codes), dtype=bool)
             for word, table in tables.waits.items():
-                able &= table[at * len(self.values[word]) + values[word]]
+                passes &= table[at * len(self.values[word]) + values[word]]
+            for word, table in tables.instead.items():
+                passes |= table[at * len(self.values[word]) + values[word]]
+            able &= passes
             rows = np.flatnonzero(able)
             if len(rows):
                 yield Move(i, "", rows, (codes[rows] & tables.keep[at[rows]]) | tables.put[at[rows]])
@@ -206,6 +211,9 @@ class States:
             if step.only_waits and all(self._is_lasting(wait) for wait in step.waits):
                 pending.append(step)
                 continue
+            if step.instead:
+                # It must not pass instead of earlier waits as well.
+                result, pending = result + pending, []
             parts, pending = [*pending, step], []
             fused = replace(
                 step,
@@ -274,6 +282,7 @@ class States:
         tables = _Tables(
             runs=np.arange(n) < len(steps),
             waits={},
+            instead={},
             behind={},
             hazards={},
             keep=np.full(n, -1, dtype=np.int64),
@@ -287,6 +296,11 @@ class States:
                 table = tables.waits.setdefault(wait.word, np.ones(n * len(options), dtype=bool))
                 here = slice(k * len(options), (k + 1) * len(options))
                 table[here] &= [wait.test(value, wait.target) for value in options]
+            for wait in step.instead:
+                options = self.values[wait.word]
+                table = tables.instead.setdefault(wait.word, np.zeros(n * len(options), dtype=bool))
+                here = slice(k * len(options), (k + 1) * len(options))
+                table[here] |= [wait.test(value, wait.target) for value in options]
             for process, mark in step.behind:
                 j = self.names.index(process)
                 need = tables.behind.setdefault(j, np.zeros(n, dtype=np.int64))

@@ -37,15 +37,21 @@ class Failing:
     second_barrier: bool = True
     watcher_stops: bool = True
 
-    def model(self, processes: Mapping[str, Sequence[Step]], words: Mapping[str, int], leaders: Sequence[str]) -> Model:
-        """leaders: for every rank the process that resets."""
+    def model(
+        self,
+        processes: Mapping[str, Sequence[Step]],
+        words: Mapping[str, int],
+        leaders: Sequence[str],
+        untouched: Mapping[str, int] | None = None,
+    ) -> Model:
+        """leaders: for every rank the process that resets. untouched: further words, which no watcher poisons."""
         victim: tuple[str, ...] = ()
         if self.dies is not None:
             victim = tuple(name for name in processes if name.startswith(f"rank {self.dies}"))
         pauses = [(leader, _STOPPED, RESET) for leader in leaders if self.resets and self.watcher_stops]
         poison = {} if self.raises else {word: _poison_of(word, start, processes) for word, start in words.items()}
         watchers = Watchers(poison, tuple(pauses), self.repeats, self.records_first, victim)
-        return Model(processes, {**words, FAILURE: 0}, watchers)
+        return Model(processes, {**words, **(untouched or {}), FAILURE: 0}, watchers)
 
     def reset(
         self, rank: int, leaders: Sequence[str], drained: tuple[Point, ...], words: Mapping[str, int]
@@ -66,10 +72,16 @@ class Failing:
 
 
 def _poison_of(word: str, start: int, processes: Mapping[str, Sequence[Step]]) -> int:
-    """The poison of ``word``. Asserts that it satisfies every wait, however little its writer knew of the progress."""
+    """The poison of ``word``.
+
+    Asserts that it satisfies every wait, however little its writer knew of the progress, and that nothing else passes
+    for poison where only poison should.
+    """
     steps = [step for steps in processes.values() for step in steps]
     waits = [wait for step in steps for wait in step.waits if wait.word == word]
+    instead = [wait for step in steps for wait in step.instead if wait.word == word]
     stored = [start, *(value for step in steps for stored_word, value in step.stores if stored_word == word)]
     poisons = [POISON if word.startswith("box") else (value + POISON_OFFSET) & MASK for value in stored]
-    assert all(wait.test(poison, wait.target) for poison in poisons for wait in waits)
+    assert all(wait.test(poison, wait.target) for poison in poisons for wait in (*waits, *instead))
+    assert not any(wait.test(value, wait.target) for value in stored for wait in instead)
     return poisons[-1]

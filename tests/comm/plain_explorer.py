@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from explorer import Violation
-from explorer_model import FAILURE, Access, Model, Step
+from explorer_model import FAILURE, Access, Model, Step, Wait
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,10 @@ class _PlainExplorer:
                     yield self._with(state, word, value)
 
     def _may(self, state: _State, step: Step) -> bool:
-        return all(wait.test(self._value(state, wait.word), wait.target) for wait in step.waits) and all(
+        def holds(wait: Wait) -> bool:
+            return wait.test(self._value(state, wait.word), wait.target)
+
+        return (all(map(holds, step.waits)) or any(map(holds, step.instead))) and all(
             state.positions[self._names.index(process)] >= self._marks[process, mark] for process, mark in step.behind
         )
 
