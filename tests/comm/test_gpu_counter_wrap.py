@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from array import array
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -23,6 +25,11 @@ def _across(rank: int, first_number: int) -> None:
         region = providers[name].region  # type: ignore[attr-defined]
         region._first_number = first_number
         region.restore()
+    kernel = providers["kernel"]
+    assert isinstance(kernel, KernelProvider)
+    # As if no line had been written for long: only a refresh makes them all young again.
+    words, lines_at = kernel.region._words, kernel.region._lines
+    words[lines_at] = memoryview(array("I", [(first_number - 1000) & MASK]) * (lines_at.stop - lines_at.start))
     dist.barrier()
     n = dist.get_world_size()
     # Lines (few and all of them), the slots behind flags, several operations of the copy engines.
@@ -38,13 +45,10 @@ def _across(rank: int, first_number: int) -> None:
             expected += part
         assert torch.equal(group.all_reduce(parts[rank]), expected), (first_number, i)
     torch.cuda.synchronize()
-    kernel = providers["kernel"]
-    assert isinstance(kernel, KernelProvider)
-    words = kernel.region._words
     done = words[kernel.region._consumed]
     assert (done - first_number) & MASK >= 12, "the numbers have not passed the point"
     # Every line was written a moment ago: none can be taken for one that is 2^32 operations younger.
-    lines = torch.tensor(words[kernel.region._lines].tolist(), dtype=torch.int64)[1::2]
+    lines = torch.tensor(words[lines_at].tolist(), dtype=torch.int64)[1::2]
     assert bool((((done - lines) & MASK) < 64).all())
     dist.barrier()
     group.destroy()
