@@ -294,6 +294,7 @@ def _disagreements(rank: int) -> None:
         ("max_bytes", (65536, 131072)),
         ("copy_engine_max_bytes", (0, 20_971_520)),
         ("copy_engine_pieces", (4, "auto")),
+        ("timeout_s", (20.0, 21.0)),
     ]:
         config = {"max_bytes": 0, "timeout_s": 20.0} | {field: values[rank]}
         with pytest.raises(ConfigError, match=f"^{field} differs between the ranks, .*{values[0]}.*{values[1]}"):

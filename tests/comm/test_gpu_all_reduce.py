@@ -242,6 +242,25 @@ def test_graphs_of_four_ranks_on_two_gpus() -> None:
     run_ranks(_graphs, 4, [2 * KIB, 3 * MIB], timeout_s=110)
 
 
+def _nothing(rank: int) -> None:
+    for config in ({}, {"max_bytes": 0}):
+        group = make_group(**config)
+        for dtype in DTYPES:
+            for shape in ((0,), (4, 0)):
+                x = torch.empty(shape, dtype=dtype, device="cuda")
+                assert group.all_reduce(x).shape == x.shape
+        for _ in range(5):
+            group.all_reduce(torch.empty(0, device="cuda"))
+        x = torch.full((1000,), float(rank + 1), device="cuda")
+        assert group.all_reduce(x).unique().tolist() == [3]
+        group.destroy()
+
+
+@pytest.mark.gpu
+def test_empty_tensors_with_and_without_kernel_mode() -> None:
+    run_ranks(_nothing, 2)
+
+
 def _reasons(rank: int) -> None:
     group = make_group()
     small, large = torch.ones(8, device="cuda"), torch.ones(1_000_000, device="cuda")

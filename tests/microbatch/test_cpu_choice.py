@@ -28,9 +28,21 @@ def test_gpus_of_a_box_take_cpus_of_their_own_near_them(tmp_path: Path) -> None:
     add(tmp_path, "0000:01:00.0", vendor="0x8086", kind="0x020000")
     gpus = [add(tmp_path, f"0000:{bus:02x}:00.0", cpus="0-7" if bus < 0x40 else "8-15") for bus in range(0x20, 0x60, 8)]
     chosen = [choose_cpu(set(range(16)), gpu, rank, tmp_path) for rank, gpu in enumerate(gpus)]
-    assert all((cpu < 8) == (rank < 4) for rank, cpu in enumerate(chosen))
+    assert all(cpu is not None and (cpu < 8) == (rank < 4) for rank, cpu in enumerate(chosen))
     assert len(set(chosen[:4])) == 4
     assert len(set(chosen[4:])) == 4
+
+
+@pytest.mark.parametrize("gpus", range(1, 9))
+@pytest.mark.parametrize("cpus", [1, 2, 3, 7, 8, 12, 24, 56, 128])
+def test_no_two_gpus_share_a_cpu(tmp_path: Path, gpus: int, cpus: int) -> None:
+    addresses = [add(tmp_path, f"0000:{bus:02x}:00.0", cpus=f"0-{cpus - 1}") for bus in range(gpus)]
+    chosen = [choose_cpu(set(range(cpus)), address, rank, tmp_path) for rank, address in enumerate(addresses)]
+    if cpus < gpus:
+        assert chosen == [None] * gpus
+    else:
+        assert len(set(chosen)) == gpus
+        assert None not in chosen
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -44,4 +56,8 @@ def test_only_cpus_of_the_process_are_taken(tmp_path: Path) -> None:
     assert choose_cpu({6, 12}, gpu, 0, tmp_path) == 6
     assert choose_cpu({12, 13}, gpu, 0, tmp_path) in {12, 13}  # none is near
     assert choose_cpu({3}, "", 5, tmp_path / "missing") == 3
-    assert choose_cpu({1, 2}, add(tmp_path, "0000:30:00.0", cpus=None), 0, tmp_path) in {1, 2}
+
+
+def test_gpus_are_spread_where_the_system_does_not_tell_what_is_near(tmp_path: Path) -> None:
+    gpus = [add(tmp_path, f"0000:{bus}:00.0", cpus=None) for bus in (20, 30)]
+    assert {choose_cpu({1, 2}, gpu, rank, tmp_path) for rank, gpu in enumerate(gpus)} == {1, 2}

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import random
+import time
 
 import pytest
 import torch
@@ -188,3 +190,60 @@ def _eager_decode_is_not_measured(rank: int) -> None:
 
 def test_decode_and_captured_batches_run_whole_and_unmeasured() -> None:
     run_ranks(_eager_decode_is_not_measured, 2)
+
+
+def _small_steps_are_not_measured_either(rank: int, min_tokens: int) -> None:
+    group = make_group()
+    executor = MicroBatchExecutor(group, OverlapConfig(min_tokens=min_tokens))
+    model = LayerStack(group)
+    static = cuda_batch(64, 3)
+    model(static)
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):  # the executor's first run
+        captured = executor.run(model, static)
+    assert executor.stats.intervals == []
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(captured, model(static))
+    executor.run(
+        model,
+        dataclasses.replace(
+            static,
+            query_start_loc=list(range(65)),
+            seq_lens=[1] * 64,
+            block_table=torch.zeros(64, 4, dtype=torch.int32, device="cuda"),
+        ),
+    )
+    assert executor.stats.intervals == []
+    executor.run(model, static)  # a short prefill is measured
+    assert executor.stats.num_collectives == 12
+    assert executor.stats.communication_s > 0
+    del graph
+    group.destroy()
+
+
+@pytest.mark.parametrize("min_tokens", [0, 1000])
+def test_steps_below_min_tokens_may_be_captured_and_cost_nothing_more(min_tokens: int) -> None:
+    run_ranks(_small_steps_are_not_measured_either, 2, min_tokens)
+
+
+def _clock(rank: int) -> None:
+    group = make_group()
+    executor = MicroBatchExecutor(group, OverlapConfig(min_tokens=1, num_pieces=2, cut_multiple=1))
+    model, batch = LayerStack(group), cuda_batch(2048, 0)
+    spans = []
+    for _ in range(6):
+        started_s = time.perf_counter()
+        executor.run(model, batch)
+        torch.cuda.synchronize()
+        ended_s = time.perf_counter()
+        intervals = executor.stats.intervals
+        spans.append((min(i.start_s for i in intervals) - started_s, ended_s - max(i.end_s for i in intervals)))
+    # Device moments lie between those of the host, whichever run they are of, and whatever was recycled in between.
+    assert all(before > -2e-3 and after > -2e-3 for before, after in spans[2:]), spans
+    group.destroy()
+
+
+def test_device_times_stay_on_the_hosts_clock_from_run_to_run() -> None:
+    run_ranks(_clock, 2)

@@ -200,6 +200,11 @@ class Channel:
         self._record.write(Failure(kind, culprit, self.rank, self._call, self._own_descriptor(), detail))
         self._release()
 
+    @property
+    def generation(self) -> int:
+        """How many resets the channel has had."""
+        return self._generation
+
     def reset(self) -> None:
         """Makes the group work again after an abort, a timeout or a mismatch. Collective: every rank calls it.
 
@@ -228,7 +233,7 @@ class Channel:
             self._generation += 1
             self._delivered = False
             self._failed_since_s = 0.0
-        except TpOverlapError as e:
+        except BaseException as e:
             # Some ranks may be restored and others not: no call may begin before a reset has succeeded.
             self.fail(FailureKind.TIMEOUT, self.rank, f"a reset failed ({e})")
             for barrier in ("drained", "restored"):

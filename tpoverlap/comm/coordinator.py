@@ -7,7 +7,6 @@ import itertools
 import logging
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -68,17 +67,15 @@ class GroupCoordinator(Messages):
         self.unique_name = unique_name or f"tpoverlap:{next(_names)}"
         if emulate_link_gbps is not None and not emulate_link_gbps > 0:
             raise ConfigError(f"emulate_link_gbps={emulate_link_gbps!r} is not supported: give a positive number")
+        if self.world_size > 1:
+            self._check_agreement()
         self.cpu_group, self.device_group = self._process_groups(process_group)
         self._served: Counter[str] = Counter()
         self._channel: Channel | None = None
         self._absent: dict[str, Reason] = {CpuProvider.name: Reason.WORLD_SIZE_1} if self.world_size == 1 else {}
         self._providers: list[Provider] = []
         if self.world_size > 1:
-            try:
-                self._open_channel(emulate_link_gbps)
-            except ConfigError:
-                self._give_back_groups(sound=True)
-                raise
+            self._open_channel(emulate_link_gbps)
         self._torch = TorchProvider(self.cpu_group, self.device_group, self._channel, self._cpu_provider)
         self._providers.append(self._torch)
         self._choices: dict[Call, Provider] = {}
@@ -162,12 +159,14 @@ class GroupCoordinator(Messages):
 
         def launch() -> torch.Tensor:
             self._choose("all_gather", x).all_gather(x, stacked)
-            if dim == 0:
-                return stacked.flatten(0, 1)
-            shape = (*x.shape[:dim], self.world_size * x.shape[dim], *x.shape[dim + 1 :])
-            return stacked.movedim(0, dim).reshape(shape)
+            return stacked
 
-        return current_scheduler().run("all_gather", (x,), launch)
+        stacked = current_scheduler().run("all_gather", (x,), launch)
+        # Here and not in launch: what a model computes with comes from its own stream's memory.
+        if dim == 0:
+            return stacked.flatten(0, 1)
+        shape = (*x.shape[:dim], self.world_size * x.shape[dim], *x.shape[dim + 1 :])
+        return stacked.movedim(0, dim).reshape(shape)
 
     def reduce_scatter(self, x: torch.Tensor, dim: int = -1) -> torch.Tensor:
         """This rank's part, along ``dim``, of the sum of ``x`` over the group.
@@ -262,6 +261,11 @@ class GroupCoordinator(Messages):
         return self._channel is not None and self._channel.failed
 
     @property
+    def generation(self) -> int:
+        """How many times the group has been reset: the same on all ranks between two collectives."""
+        return 0 if self._channel is None else self._channel.generation
+
+    @property
     def failure_delivered(self) -> bool:
         """Whether the present failure has been raised to this rank's caller."""
         return self._channel is not None and self._channel.failure_delivered
@@ -302,6 +306,15 @@ class GroupCoordinator(Messages):
 
     # Parts
 
+    def _check_agreement(self) -> None:
+        """ConfigError on every rank where their settings differ: what they choose by them must be the same."""
+        mine = dataclasses.asdict(self.config) | {"device": self.device.type}
+        everyone = pool.all_gather("config", self.ranks, mine, self.config.timeout_s)
+        for field in mine:
+            values = [theirs.get(field) for theirs in everyone]
+            if any(value != values[0] for value in values):
+                raise ConfigError(f"{field} differs between the ranks, {values} in rank order: give all ranks the same")
+
     def _process_groups(self, given: dist.ProcessGroup | None) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
         if given is not None:
             if dist.get_process_group_ranks(given) != self.ranks:
@@ -328,6 +341,9 @@ class GroupCoordinator(Messages):
         config, cuda = self.config, self.device.type == "cuda"
         names = [*(GPU_PROVIDERS if cuda else ()), CpuProvider.name]
         largest = max(config.copy_engine_max_bytes, config.max_bytes)
+        if largest == 0:
+            self._absent = dict.fromkeys(names, Reason.DISABLED)
+            return
         key = self.cpu_group.group_name
         store = dist.PrefixStore(f"tpoverlap/{_instances[key]}", self.cpu_group.get_group_store())
         _instances[key] += 1
@@ -335,10 +351,6 @@ class GroupCoordinator(Messages):
         cpu_slot = page_aligned(min(largest, _CPU_SLOT_BYTES))
         layout = gpu_layout(self.world_size, cpu_slot, config) if cuda else Layout(self.world_size, cpu_slot)
         try:
-            _check_agreement(exchange, dataclasses.asdict(config) | {"device": self.device.type})
-            if largest == 0:
-                self._absent = dict.fromkeys(names, Reason.DISABLED)
-                return
             self._channel = Channel(self.unique_name, self.rank_in_group, exchange, layout, config.timeout_s)
         except ChannelError as e:
             self._absent = dict.fromkeys(names, Reason(e.reason))
@@ -392,15 +404,6 @@ def _indexed(device: torch.device) -> torch.device:
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     return device
-
-
-def _check_agreement(exchange: StoreExchange, mine: dict[str, Any]) -> None:
-    """ConfigError on every rank where their settings differ: what they choose by them must be the same."""
-    everyone = exchange.all_gather("config", mine)
-    for field in mine:
-        values = [theirs.get(field) for theirs in everyone]
-        if any(value != values[0] for value in values):
-            raise ConfigError(f"{field} differs between the ranks, {values} in rank order: give all ranks the same")
 
 
 def _checked_ranks(ranks: Sequence[int]) -> list[int]:

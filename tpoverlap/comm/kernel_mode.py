@@ -137,7 +137,8 @@ class KernelRegion:
         begin, end = (layout.kernel_lines(segment.rank, slot) // 4 for slot in (0, NUM_SLOTS))
         self._lines = slice(begin, end)
         self._clock = StuckClock(self._signature)
-        self.state = torch.zeros(2, dtype=torch.int32, device=segment.device)
+        with torch.inference_mode(False):  # a reset outside of it could not write an inference tensor
+            self.state = torch.zeros(2, dtype=torch.int32, device=segment.device)
         self.restore()
 
     def release(self) -> None:

@@ -15,6 +15,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
@@ -43,13 +44,9 @@ class GroupPool:
 
         Raises CollectiveTimeoutError naming the members that do not come within ``timeout_s``.
         """
-        if self._world is not dist.group.WORLD:
-            # The former default group is gone, and every group with it.
-            self._begin_life(dist.group.WORLD)
-        self._end_spoilt()
         key = (backend, tuple(ranks), timeout_s)
-        self._requests[key] += 1
-        name = f"tpoverlap/{backend}/{'_'.join(map(str, ranks))}/{timeout_s:g}/{self._requests[key]}"
+        name = self._next_name(key)
+        self._end_spoilt()
         free = self._free[key]
         # One member may have called a group sound whose end another has seen fail.
         offers = self._exchange(ranks, timeout_s).all_gather(f"{name}/free", [g.group_name for g in free])
@@ -62,6 +59,11 @@ class GroupPool:
         self._taken[group] = key
         return group
 
+    def all_gather(self, what: str, ranks: Sequence[int], value: Any, timeout_s: float) -> list[Any]:
+        """Every rank's ``value`` (JSON) before they have a group; errors as of :meth:`take`."""
+        name = self._next_name((what, tuple(ranks), 0.0))
+        return self._exchange(ranks, timeout_s).all_gather(name, value)
+
     def give_back(self, group: dist.ProcessGroup, sound: bool) -> None:
         """sound: no collective of the group was left half done. Groups that are not from here are left alone."""
         key = self._taken.pop(group, None)
@@ -73,6 +75,14 @@ class GroupPool:
             # Its threads and connections would stay for good. Communicators of a device end with the default group.
             dist.destroy_process_group(group)
             self._spoilt.append((time.monotonic() + key[2] + _GRACE_S, group))
+
+    def _next_name(self, key: _Key) -> str:
+        if self._world is not dist.group.WORLD:
+            # The former default group is gone, and every group with it.
+            self._begin_life(dist.group.WORLD)
+        self._requests[key] += 1
+        what, ranks, timeout_s = key
+        return f"tpoverlap/{what}/{'_'.join(map(str, ranks))}/{timeout_s:g}/{self._requests[key]}"
 
     def _end_spoilt(self) -> None:
         now = time.monotonic()

@@ -12,10 +12,12 @@ _PCI = Path("/sys/bus/pci/devices")
 _NVIDIA, _DISPLAY_CLASS = "0x10de", "0x03"
 
 
-def cpu_for(device: torch.device, rank: int) -> int:
-    """A CPU that this process may use: near the device, and another one for each of the box's GPUs and for each rank.
+def cpu_for(device: torch.device, rank: int) -> int | None:
+    """A CPU that this process may use: near the device, and another one for each of the box's GPUs and for ranks that
+    share one. None where there are too few for that.
 
-    Where the system does not tell what is near, the GPUs are spread over all CPUs that the process may use.
+    rank: of the group. Where the system does not tell what is near, ranks are spread over all CPUs that the process may
+    use.
     """
     properties: Any = torch.cuda.get_device_properties(device)
     address = ""
@@ -24,18 +26,25 @@ def cpu_for(device: torch.device, rank: int) -> int:
     return choose_cpu(os.sched_getaffinity(os.getpid()), address, rank, _PCI)
 
 
-def choose_cpu(allowed: set[int], address: str, rank: int, pci: Path) -> int:
-    """address: of the device, as in ``pci``, the folder where the system lists PCI devices."""
-    near = allowed & parse_cpu_list(_read(pci / address / "local_cpulist") if address else "")
+def choose_cpu(allowed: set[int], address: str, rank: int, pci: Path) -> int | None:
+    """address: of the device, as in ``pci``, the folder where the system lists PCI devices. Each GPU has a stretch of
+    the CPUs near it for itself."""
+    local = _read(pci / address / "local_cpulist") if address else ""
+    near = allowed & parse_cpu_list(local)
     cpus = sorted(near or allowed)
     gpus = sorted(
         folder.name
         for folder in (pci.iterdir() if pci.is_dir() else ())
-        if _read(folder / "vendor") == _NVIDIA and _read(folder / "class").startswith(_DISPLAY_CLASS)
+        if _read(folder / "vendor") == _NVIDIA
+        and _read(folder / "class").startswith(_DISPLAY_CLASS)
+        and (not near or _read(folder / "local_cpulist") == local)
     )
-    place = gpus.index(address) * len(cpus) // len(gpus) if address in gpus else 0
-    # One further than the first: that CPU often serves the system's interrupts.
-    return cpus[(place + rank + 1) % len(cpus)]
+    place, sharers = (gpus.index(address), len(gpus)) if address in gpus else (0, 1)
+    stretch = len(cpus) // sharers
+    if stretch == 0:
+        return None
+    # One further than the first of all: that CPU often serves the system's interrupts.
+    return cpus[place * stretch + (rank + 1) % stretch]
 
 
 def parse_cpu_list(text: str) -> set[int]:

@@ -49,14 +49,19 @@ class CudaCommLane:
         self._used: list[torch.cuda.Event] = []
         self._last_end: torch.cuda.Event | None = None
         torch.cuda.synchronize(device)
+        # An event with its moment on the host's clock, and the present run's first one, whose moment is not known yet.
         self._origin = torch.cuda.Event(enable_timing=True)
         self._origin.record(torch.cuda.current_stream(device))
         self._origin_s = time.perf_counter()
+        self._first: torch.cuda.Event | None = None
+        self._has_first = False
 
     def begin_run(self) -> None:
         self._free += self._used
         self._used = []
         self._last_end = None
+        self._first = None
+        self._has_first = False
 
     def submit(self, launch: Callable[[], Any], ready: torch.cuda.Event, cancelled: Callable[[], bool]) -> CudaPending:
         compute = self.compute_stream()
@@ -86,6 +91,11 @@ class CudaCommLane:
             return stamp
         if isinstance(stamp, tuple):
             return max(self.seconds(event) for event in stamp)
+        if self._first is not None:
+            # CUDA tells times as FP32 milliseconds: between two events of a run they are exact enough, after a day not.
+            self._first.synchronize()
+            self._origin_s += self._origin.elapsed_time(self._first) * 1e-3
+            self._origin, self._first = self._first, None
         stamp.synchronize()
         return self._origin_s + self._origin.elapsed_time(stamp) * 1e-3
 
@@ -96,7 +106,11 @@ class CudaCommLane:
         self.settle()
 
     def _record(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
-        event = self._free.pop() if self._free else torch.cuda.Event(enable_timing=True)
+        event = self._free.pop() if self._free and self._has_first else torch.cuda.Event(enable_timing=True)
         event.record(stream)
-        self._used.append(event)
+        if self._has_first:
+            self._used.append(event)
+        else:
+            # Never used again: later runs' moments may be told from it.
+            self._first, self._has_first = event, True
         return event

@@ -6,8 +6,10 @@ issues work at a time, in piece order, and hands over where it calls a collectiv
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
+import os
 import threading
 import time
 import weakref
@@ -18,7 +20,7 @@ import torch
 
 from tpoverlap.comm import GroupCoordinator
 from tpoverlap.config import OverlapConfig
-from tpoverlap.errors import ConfigError, UnsupportedError
+from tpoverlap.errors import ChannelError, ConfigError, UnsupportedError
 from tpoverlap.microbatch.batch import Batch
 from tpoverlap.microbatch.cpu_choice import cpu_for
 from tpoverlap.microbatch.cpu_lane import CpuCommLane
@@ -31,9 +33,6 @@ from tpoverlap.microbatch.runs import Forward, Output, PieceContext, PlainRun, R
 from tpoverlap.microbatch.split import split_tokens
 from tpoverlap.microbatch.stats import RunStats
 from tpoverlap.microbatch.worker import Worker
-
-# Steps in which a few microseconds a collective would be felt: on a device they are not measured.
-_UNMEASURED = ("decode_only", "captured", "draft_tokens", "padded")
 
 
 class MicroBatchExecutor:
@@ -73,6 +72,8 @@ class MicroBatchExecutor:
         self._lane: CommLane | None = None
         self._counts = PieceCounts(group, self._config)
         self._running = threading.Lock()
+        self._pid = os.getpid()
+        self._generation = group.generation
         self._stats = RunStats(num_tokens=0, piece_tokens=())
         self._unresolved: list[Measurement] = []
 
@@ -105,8 +106,12 @@ class MicroBatchExecutor:
 
         The first exception of a piece (or of the unsplit run) is raised here as it was; the other ranks' collectives
         then end with CollectiveAbortedError, and the next run of all ranks resets the group. PieceMismatchError: the
-        pieces made different numbers of collectives.
+        pieces made different numbers of collectives. ChannelError: in a process that was forked from the executor's.
         """
+        if os.getpid() != self._pid:
+            raise ChannelError(
+                "this executor was made before a fork, and its threads are in the parent process: make another one here"
+            )
         if not self._running.acquire(blocking=False):
             raise UnsupportedError("this executor is already running a batch: one thread at a time may call run")
         try:
@@ -137,7 +142,8 @@ class MicroBatchExecutor:
                 # Peers may already wait for this rank's next collective, and a piece of this rank for theirs.
                 self._group.abort(f"{type(e).__name__} on rank {self._group.rank}: {e}", raised=True)
                 if run is not None:
-                    run.settle()
+                    with contextlib.suppress(Exception):  # of a broken device: the first error is the one to be told
+                        run.settle()
                 raise
             finally:
                 if run is not None:
@@ -148,6 +154,13 @@ class MicroBatchExecutor:
 
     def close(self) -> None:
         """Ends the worker threads. The executor makes new ones if it runs again."""
+        try:
+            _ = self.stats  # which needs the lane
+        finally:
+            self._end_threads()
+
+    def _end_threads(self) -> None:
+        self._unresolved = []
         for worker in self._workers:
             worker.close()
         self._workers.clear()
@@ -156,12 +169,15 @@ class MicroBatchExecutor:
             self._lane = None
 
     def _recover(self) -> None:
-        if not self._group.failed:
-            return
-        if not self._group.failure_delivered:
-            self._group.check()
-        self._group.reset()
-        self._counts.forget_unmeasured()
+        if self._group.failed:
+            if not self._group.failure_delivered:
+                self._group.check()
+            self._group.reset()
+        if self._group.generation != self._generation:
+            # Ranks may have met the failure in different runs, and what they know of sizes may differ since.
+            self._generation = self._group.generation
+            self._counts.forget()
+            self._watched_sizes.clear()
 
     def _pieces(self, batch: Batch) -> tuple[list[Batch], str | None]:
         reason = self._bypass_reason(batch)
@@ -182,7 +198,6 @@ class MicroBatchExecutor:
 
     def _bypass_reason(self, batch: Batch) -> str | None:
         """Why the batch runs whole; a function of what all ranks share."""
-        starts = batch.query_start_loc
         if self._group.world_size == 1:
             return "world_size_1"
         if self._config.min_tokens == 0:
@@ -193,16 +208,22 @@ class MicroBatchExecutor:
             return "draft_tokens"
         if batch.num_padding_tokens:
             return "padded"
-        if self._group.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        if self._is_captured():
             return "captured"
-        if all(b - a <= 1 for a, b in itertools.pairwise(starts)):
+        if _is_decode(batch):
             return "decode_only"
         return None
 
+    def _is_captured(self) -> bool:
+        return self._group.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
     def _run_for(self, pieces: list[Batch], reason: str | None) -> Run:
         on_device = self._group.device.type == "cuda"
-        if reason in _UNMEASURED and on_device:
-            return PlainRun()
+        if on_device and reason is not None:
+            batch = pieces[0]
+            # Steps in which a few microseconds a collective would be felt, and those that a graph would keep.
+            if self._is_captured() or _is_decode(batch) or batch.num_draft_tokens or batch.num_padding_tokens:
+                return PlainRun()
         if self._lane is None:
             self._lane = CudaCommLane(self._group.device) if on_device else CpuCommLane("tpoverlap-comm")
             weakref.finalize(self, self._lane.close).atexit = False
@@ -221,6 +242,10 @@ class MicroBatchExecutor:
             # Compilers start threads and processes in the first run of a size, which would inherit the one CPU.
             cpu=self._cpu if watched else None,
         )
+
+
+def _is_decode(batch: Batch) -> bool:
+    return all(b - a <= 1 for a, b in itertools.pairwise(batch.query_start_loc))
 
 
 def _size_class(pieces: list[Batch]) -> int:

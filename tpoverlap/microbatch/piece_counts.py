@@ -45,8 +45,9 @@ class PieceCounts:
         fits = num_pieces == _FIRST and is_typical
         self._last_size = num_tokens // self._config.cut_multiple if fits else None
 
-    def forget_unmeasured(self) -> None:
+    def forget(self) -> None:
         """After a failure, which ranks may have met in different runs."""
+        self._chosen.clear()
         self._last_size = None
 
     def _measured(self, stats: RunStats) -> int:

@@ -16,7 +16,7 @@ from tpoverlap.comm import use_scheduler
 from tpoverlap.errors import PieceMismatchError, UnsupportedError
 from tpoverlap.microbatch.batch import Batch
 from tpoverlap.microbatch.foreign_collectives import ForeignCollectiveWatch
-from tpoverlap.microbatch.lane import CommLane, Measurement, Stamp
+from tpoverlap.microbatch.lane import CommLane, Measurement, PendingCollective, Stamp
 from tpoverlap.microbatch.stats import IntervalKind
 from tpoverlap.microbatch.thread_state import ThreadState
 from tpoverlap.microbatch.worker import Worker
@@ -121,6 +121,10 @@ class SplitRun:
         self._counts = [0] * len(workers)
         self._outputs: list[Any] = [None] * len(workers)
         self._idle = [threading.Event() for _ in workers]
+        for idle in self._idle:
+            idle.set()
+        # Memory of collectives that compute has not waited for yet: the lane may be at work on it.
+        self._in_flight: list[PendingCollective | None] = [None] * len(workers)
         self._error: BaseException | None = None
         self._stopped = False
         self._lock = threading.Lock()
@@ -130,9 +134,9 @@ class SplitRun:
         self._resumed: Stamp = None
 
     def execute(self, forward: Forward, pieces: list[Batch], piece_context: PieceContext) -> Output:
-        for k, (worker, piece) in enumerate(zip(self._workers, pieces, strict=True)):
+        watches = [self._make_watch() if self._make_watch else None for _ in pieces]
+        for k, (worker, piece, watch) in enumerate(zip(self._workers, pieces, watches, strict=True)):
             context = contextvars.copy_context()
-            watch = self._make_watch() if self._make_watch else None
             scheduler = _PieceScheduler(self, k, piece, piece_context, watch)
 
             def task(k: int = k, context: Any = context, scheduler: _PieceScheduler = scheduler) -> None:
@@ -142,12 +146,21 @@ class SplitRun:
                     self._idle[k].set()
 
             self._idle[k].clear()
-            worker.start(task)
+            try:
+                worker.start(task)
+            except BaseException:
+                self._idle[k].set()
+                raise
         self._turns[0].put(None)
         for idle in self._idle:
             idle.wait()
-        if self._error is not None:
-            raise self._error
+        error, self._error = self._error, None
+        if error is not None:
+            self._outputs.clear()
+            try:
+                raise error
+            finally:
+                del error  # with the frames that it refers to, it would keep the pieces' tensors until a collection
         return _join(self._outputs, [piece.num_tokens for piece in pieces])
 
     def settle(self) -> None:
@@ -209,11 +222,12 @@ class SplitRun:
                 f"({name}): every piece must make the same collectives"
             )
         self._counts[k] += 1
-        pending = self._lane.submit(launch, self._suspended, lambda: self._stopped)
+        pending = self._in_flight[k] = self._lane.submit(launch, self._suspended, lambda: self._stopped)
         self._pass_turn(k)
         self._take_turn(k)
         waiting = self._lane.now() if self._lane.idle_between_stamps else self._suspended
         result: T = pending.result()
+        self._in_flight[k] = None
         if self._stopped:
             raise PieceStopped
         self._resumed = self._lane.now()
@@ -296,9 +310,14 @@ class _PieceScheduler:
         context, self._context = self._context, None
         if context is None:
             return
-        self._run.record("compute", self._k, "segment", self._segment_start, self._run.suspend(), 0, self._segment)
-        self._segment += 1
-        context.__exit__(*((type(error), error, error.__traceback__) if error else (None, None, None)))
+        try:
+            self._run.record("compute", self._k, "segment", self._segment_start, self._run.suspend(), 0, self._segment)
+        except Exception:
+            if error is None:  # else a broken device cannot take the time: its first error is the one to be told
+                raise
+        finally:
+            self._segment += 1
+            context.__exit__(*((type(error), error, error.__traceback__) if error else (None, None, None)))
 
 
 def num_bytes(tensors: Sequence[torch.Tensor]) -> int:

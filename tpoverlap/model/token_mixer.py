@@ -96,9 +96,10 @@ class TokenMixer(nn.Module):
     def _in_triton(self, x: torch.Tensor) -> bool:
         if not (x.is_cuda or triton_interpreted()) or not triton_installed():
             return False
-        if x.dtype == torch.bfloat16 and x.is_cuda and torch.cuda.get_device_capability(x.device) < (8, 0):
-            return False
-        return x.dtype != torch.float32 and self.head_dim in _TRITON_HEAD_DIMS
+        if x.is_cuda and torch.cuda.get_device_capability(x.device) < (8, 0):
+            # No BF16, and too little shared memory for the largest heads.
+            return x.dtype == torch.float16 and self.head_dim in _TRITON_HEAD_DIMS[:-1]
+        return x.dtype in (torch.float16, torch.bfloat16) and self.head_dim in _TRITON_HEAD_DIMS
 
     def _mix_in_triton(
         self, gate: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, metadata: AttentionMetadata

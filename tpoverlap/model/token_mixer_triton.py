@@ -151,8 +151,8 @@ def mix_prefill(
     before_blocks = torch.empty((blocks, kv_heads, dim, dim), dtype=q.dtype, device=q.device)
     q_strides, kv_strides = q.stride()[:2], (*k.stride()[:2], *v.stride()[:2])
     launches = _launches(q.device, q.dtype, q_weight.dtype, dim, query_heads // kv_heads, q_strides + kv_strides)
-    # Heads are a multiple of 16 bytes, so one address tells of all.
-    aligned = q.data_ptr() % 16 == 0 and out.data_ptr() % 16 == 0
+    pointers = (gate, q, k, v, q_weight, k_weight, log_decay, states, *slots, out)
+    aligned = not any(tensor.data_ptr() % 16 for tensor in pointers)
     scale = dim**-0.5
     launches[0](
         blocks,
