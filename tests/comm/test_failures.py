@@ -602,3 +602,34 @@ def _forked(rank: int) -> None:
 
 def test_a_fork_may_not_use_the_group_and_does_not_harm_it() -> None:
     run_ranks(_forked, 2)
+
+
+def _runs(rank: int) -> None:
+    group = _group()
+    for _ in range(2):
+        group.begin_run()
+        group.all_reduce(torch.ones(2))
+        dist.barrier()
+        if rank == 1:
+            group.begin_run()
+            group.abort("in the next run", raised=True)
+        dist.barrier()
+        if rank == 0:
+            group.end_run()  # its own run was sound
+            group.begin_run()
+        with pytest.raises(CollectiveAbortedError, match="in the next run"):
+            group.end_run()
+        group.reset()
+        group.end_run()
+    group.begin_run()
+    dist.barrier()
+    if rank == 1:
+        group.abort("in this run")
+    dist.barrier()
+    with pytest.raises(CollectiveAbortedError, match="in this run"):
+        group.end_run()
+    group.destroy()
+
+
+def test_a_failure_in_a_peers_next_run_is_not_that_of_this_one() -> None:
+    run_ranks(_runs, 2)

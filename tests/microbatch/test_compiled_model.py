@@ -67,6 +67,8 @@ def _compiled(rank: int, backend: str, device: str, folder: Path) -> None:
     from torch._dynamo.utils import counters
 
     make: Callable[..., GroupCoordinator] = make_gpu_group if device == "cuda" else _cpu_group
+    if device == "cuda":
+        torch.cuda.set_device(rank % torch.cuda.device_count())
     model = Stack(rank, device)
     compiled = torch.compile(model, backend=backend, dynamic=True)
 

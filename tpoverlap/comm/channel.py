@@ -64,6 +64,7 @@ class Channel:
         )
         self._compared = [0] * layout.world_size
         self._generation = 0
+        self._run = 0
         self._delivered = False
         self._resetting = False
         self._resetting_lock = threading.RLock()
@@ -178,6 +179,17 @@ class Channel:
         if self._record.present:
             raise self.failure_error()
 
+    def begin_run(self) -> None:
+        """All ranks begin the same runs between two resets."""
+        self._run += 1
+
+    def end_run(self) -> None:
+        """Raises the group's failure, unless its reporter met it in a later run than this rank's: it is the next
+        one's then."""
+        failure = self._record.read()
+        if failure is not None and failure.run <= self._run:
+            raise self.failure_error()
+
     def failure_error(self) -> TpOverlapError:
         failure = self._record.read()
         assert failure is not None
@@ -197,7 +209,8 @@ class Channel:
 
     def fail(self, kind: FailureKind, culprit: int, detail: str) -> None:
         """Records a failure, unless there is one, and releases whoever waits."""
-        self._record.write(Failure(kind, culprit, self.rank, self._call, self._own_descriptor(), detail))
+        failure = Failure(kind, culprit, self.rank, self._call, self._own_descriptor(), detail, self._run)
+        self._record.write(failure)
         self._release()
 
     @property
@@ -231,6 +244,7 @@ class Channel:
             self._restore_page()
             self._exchange.barrier(f"{key}/restored", self._check_peers_alive)
             self._generation += 1
+            self._run = 0
             self._delivered = False
             self._failed_since_s = 0.0
         except BaseException as e:

@@ -275,6 +275,16 @@ class GroupCoordinator(Messages):
         if self._channel is not None:
             self._channel.check()
 
+    def begin_run(self) -> None:
+        """An executor begins a run, as all ranks' do, so that a failure can be told from one of the run after it."""
+        if self._channel is not None:
+            self._channel.begin_run()
+
+    def end_run(self) -> None:
+        """Like :meth:`check`, but for failures that a peer has met in a later run already."""
+        if self._channel is not None:
+            self._channel.end_run()
+
     def abort(self, why: str, *, raised: bool = False) -> None:
         """Ends collectives under way, on every rank, with CollectiveAbortedError. May be called from any thread.
 

@@ -37,7 +37,8 @@ _ERRORS: dict[FailureKind, type[TpOverlapError]] = {
 
 @dataclass(frozen=True)
 class Failure:
-    """What failed. rank: the culprit; reporter: who found it; call: the reporter's call, with what it was."""
+    """What failed. rank: the culprit; reporter: who found it; call: the reporter's call, with what it was; run: how
+    many runs of an executor the reporter had begun."""
 
     kind: FailureKind
     rank: int
@@ -45,6 +46,7 @@ class Failure:
     call: int
     operation: str
     detail: str
+    run: int = 0
 
     @property
     def resettable(self) -> bool:

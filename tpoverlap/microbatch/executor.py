@@ -116,6 +116,7 @@ class MicroBatchExecutor:
             raise UnsupportedError("this executor is already running a batch: one thread at a time may call run")
         try:
             self._recover()
+            self._group.begin_run()
             run: Run | None = None
             started_s = time.perf_counter()
             try:
@@ -130,9 +131,8 @@ class MicroBatchExecutor:
                 run = self._run_for(pieces, reason)
                 output = run.execute(forward, pieces, piece_context or (lambda piece: nullcontext()))
                 if self._group.device.type != "cpu":
-                    # A device's collectives end after the call that issued them. On CPU each has raised by itself,
-                    # and a failure that is seen only now belongs to the next run, which a peer has begun already.
-                    self._group.check()
+                    # A device's collectives end after the call that issued them. On CPU each has raised by itself.
+                    self._group.end_run()
                 watched = reason is None and _size_class(pieces) not in self._watched_sizes
                 self._counts.ran(batch.num_tokens, len(pieces), is_typical=not watched)
                 if reason is None:
