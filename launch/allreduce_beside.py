@@ -65,8 +65,8 @@ class _Beside:
         self._expected = loop().clone()
         alone_s = min(self.run(_ALONE) for _ in range(3))
         for name, call in transports.items():
-            # Half as many again as the loop lasts, on the rank where that is most.
-            longest = torch.tensor([1.5 * alone_s / self._seconds(call)])
+            # Twice as many as the loop lasts, on the rank where that is most: beside it they may be faster than alone.
+            longest = torch.tensor([2 * alone_s / min(self._seconds(call) for _ in range(3))])
             dist.all_reduce(longest, op=dist.ReduceOp.MAX)
             self._calls[name] = int(longest.item()) + 2
 
@@ -106,6 +106,7 @@ class _Beside:
         torch.cuda.synchronize()
         dist.barrier()
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.cuda._sleep(_GATE_CLOCKS)
         start.record()
         for _ in range(calls):
             call()

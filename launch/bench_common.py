@@ -271,16 +271,18 @@ def versions() -> dict[str, str]:
 
 
 def commit() -> str:
-    """The checkout's commit, with "+changes" where tracked files differ from it.
+    """The checkout's commit, with "+changes" where tracked files differ from it; "unknown" without git metadata.
 
-    A tree without git metadata says TPOVERLAP_COMMIT where that is set, else "unknown".
+    TPOVERLAP_COMMIT, where it is set, takes its place: for a copy of a tree, whose metadata may be of another commit.
     """
+    if given := os.environ.get("TPOVERLAP_COMMIT"):
+        return given
     try:
         if Path(_git("rev-parse", "--show-toplevel")) == ROOT:
             return _git("rev-parse", "HEAD") + ("+changes" if _git("status", "--porcelain", "-uno") else "")
     except (OSError, subprocess.SubprocessError):
         pass
-    return os.environ.get("TPOVERLAP_COMMIT", "unknown")
+    return "unknown"
 
 
 def command_line() -> str:

