@@ -20,7 +20,7 @@ from tpoverlap.cuda.device import device_facts
 from tpoverlap.cuda.kernel import Kernel
 from tpoverlap.cuda.nvrtc import compile_cuda
 
-# More blocks have more stores in flight; each costs a flag. Measured in docs/benchmarks.
+# More blocks have more stores in flight; each costs a flag.
 NUM_BLOCKS = 16
 _THREADS = 512
 # Largest payload that travels in lines, which take twice its bytes and save a trip over the bus.
