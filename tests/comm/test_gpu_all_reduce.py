@@ -281,3 +281,23 @@ def _reasons(rank: int) -> None:
 @pytest.mark.multigpu
 def test_reasons_and_the_last_provider() -> None:
     run_ranks(_reasons, 2)
+
+
+def _wrong_device(rank: int) -> None:
+    group = make_group()
+    x = torch.full((300_000,), float(rank + 1), device="cuda")
+    small = x[:8]
+    torch.cuda.set_device(1 - rank)
+    for tensor in (x, small):
+        with pytest.raises(NotImplementedError, match=rf"set_device\({rank}\)"):
+            group.all_reduce(tensor)
+    # Nothing has begun: the group works on, on all ranks.
+    with torch.cuda.device(rank):
+        assert group.all_reduce(small).tolist() == [3] * 8
+        assert group.all_reduce(x).unique().tolist() == [3]
+    group.destroy()
+
+
+@pytest.mark.multigpu
+def test_another_current_device_is_refused_before_anything_begins() -> None:
+    run_ranks(_wrong_device, 2)

@@ -67,6 +67,7 @@ class CapturedCopyEngineProvider:
 
     def _transfer(self, description: str, source: torch.Tensor, rows: torch.Tensor) -> None:
         channel, calls, region = self._segment.channel, self._segment.calls, self.region
+        self._segment.require_current()
         channel.begin(description)
         try:
             down, up, event = self._segment.begin(), self._segment.up, self._segment.event

@@ -75,7 +75,13 @@ class GroupCoordinator(Messages):
         self._absent: dict[str, Reason] = {CpuProvider.name: Reason.WORLD_SIZE_1} if self.world_size == 1 else {}
         self._providers: list[Provider] = []
         if self.world_size > 1:
-            self._open_channel(emulate_link_gbps)
+            try:
+                self._open_channel(emulate_link_gbps)
+            except BaseException:
+                if self._channel is not None:
+                    self._channel.destroy()
+                self._give_back_groups(sound=False)
+                raise
         self._torch = TorchProvider(self.cpu_group, self.device_group, self._channel, self._cpu_provider)
         self._providers.append(self._torch)
         self._choices: dict[Call, Provider] = {}

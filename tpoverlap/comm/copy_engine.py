@@ -100,6 +100,7 @@ class CopyEngineProvider:
         target = out if out.is_contiguous() else torch.empty_like(source)
         plan = self._plan(x.dtype, x.numel())
         channel = self._segment.channel
+        self._segment.require_current()
         channel.begin(plan.description)
         try:
             if not source.numel():
@@ -181,6 +182,7 @@ class CopyEngineProvider:
 
     def _call(self, description: str, transfer: Callable[[], None]) -> None:
         channel = self._segment.channel
+        self._segment.require_current()
         channel.begin(description)
         try:
             transfer()

@@ -43,6 +43,15 @@ class GpuSegment:
         self._ordinal = torch.cuda._get_device_index(device, optional=True)
         self._last: Any = None
 
+    def require_current(self) -> None:
+        """UnsupportedError unless the group's device is the calling thread's: its streams are those of one context."""
+        current = torch.cuda.current_device()
+        if current != self._ordinal:
+            raise UnsupportedError(
+                f"the current device is cuda:{current}, this group's is cuda:{self._ordinal}: call "
+                f"torch.cuda.set_device({self._ordinal}), or use torch.cuda.device around the call"
+            )
+
     def begin(self) -> Any:
         """The driver's handle of the current stream, ordered behind the group's last eager call.
 

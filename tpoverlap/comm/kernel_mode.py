@@ -79,6 +79,7 @@ class KernelProvider:
 
     def all_reduce(self, x: torch.Tensor, out: torch.Tensor) -> None:
         channel = self._segment.channel
+        self._segment.require_current()
         channel.begin(describe("all_reduce", x, self.name))
         try:
             self._segment.begin()
