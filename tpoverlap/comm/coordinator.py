@@ -11,6 +11,16 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
+from tpoverlap.comm.arguments import (
+    alike,
+    call_of,
+    check_inference,
+    check_out,
+    checked_dimension,
+    checked_ranks,
+    indexed_device,
+    padded_rows,
+)
 from tpoverlap.comm.channel import Channel
 from tpoverlap.comm.cpu import CpuProvider
 from tpoverlap.comm.gpu_providers import GPU_PROVIDERS, gpu_layout, open_gpu_providers
@@ -22,7 +32,7 @@ from tpoverlap.comm.rendezvous import StoreExchange
 from tpoverlap.comm.scheduler import current_scheduler
 from tpoverlap.comm.torch_fallback import TorchProvider
 from tpoverlap.config import HostReduceConfig
-from tpoverlap.errors import ChannelError, ConfigError, UnsupportedError
+from tpoverlap.errors import ChannelError, ConfigError
 
 logger = logging.getLogger("tpoverlap")
 
@@ -57,12 +67,12 @@ class GroupCoordinator(Messages):
         unique_name: str | None = None,
         emulate_link_gbps: float | None = None,
     ) -> None:
-        self.ranks = _checked_ranks(ranks)
+        self.ranks = checked_ranks(ranks)
         self.rank = dist.get_rank()
         self.world_size = len(self.ranks)
         self.rank_in_group = self.ranks.index(self.rank)
         self.local_rank = local_rank
-        self.device = _indexed(torch.device(device))
+        self.device = indexed_device(torch.device(device))
         self.config = config or HostReduceConfig()
         self.unique_name = unique_name or f"tpoverlap:{next(_names)}"
         if emulate_link_gbps is not None and not emulate_link_gbps > 0:
@@ -122,8 +132,8 @@ class GroupCoordinator(Messages):
         torch.distributed. out: of x's shape, dtype and device; may be x itself, but not overlap it otherwise. In a
         group of one rank the result is ``x`` (or ``out`` filled from it). Raises ValueError for an unfit ``out``.
         """
-        _check_inference(x)
-        _check_out(x, out)
+        check_inference(x)
+        check_out(x, out)
         if self.world_size == 1:
             return x if out is None else out.copy_(x)
         result = torch.empty_like(x, memory_format=torch.contiguous_format) if out is None else out
@@ -140,9 +150,9 @@ class GroupCoordinator(Messages):
         a, b: same shape, dtype and device.
         """
         if a.shape != b.shape or a.dtype != b.dtype or a.device != b.device:
-            raise ValueError(f"all_reduce_sum2 takes two tensors alike, got {_alike(a)} and {_alike(b)}")
-        _check_inference(a)
-        _check_inference(b)
+            raise ValueError(f"all_reduce_sum2 takes two tensors alike, got {alike(a)} and {alike(b)}")
+        check_inference(a)
+        check_inference(b)
         if self.world_size == 1:
             return a + b
         own = torch.empty_like(a, memory_format=torch.contiguous_format)
@@ -156,11 +166,11 @@ class GroupCoordinator(Messages):
 
     def all_gather(self, x: torch.Tensor, dim: int = -1) -> torch.Tensor:
         """The tensors of all ranks, concatenated along ``dim`` in rank order. x: same shape and dtype on every rank."""
-        dim = _dimension(x, dim)
+        dim = checked_dimension(x, dim)
         if self.world_size == 1:
             return x
 
-        _check_inference(x)
+        check_inference(x)
         stacked = torch.empty((self.world_size, *x.shape), dtype=x.dtype, device=x.device)
 
         def launch() -> torch.Tensor:
@@ -179,7 +189,7 @@ class GroupCoordinator(Messages):
 
         x: same shape and dtype on every rank; ``dim`` divides by the group's size (ValueError otherwise).
         """
-        dim = _dimension(x, dim)
+        dim = checked_dimension(x, dim)
         if x.shape[dim] % self.world_size:
             raise ValueError(
                 f"reduce_scatter needs a size along dim {dim} that divides by {self.world_size} ranks, "
@@ -188,7 +198,7 @@ class GroupCoordinator(Messages):
         if self.world_size == 1:
             return x
 
-        _check_inference(x)
+        check_inference(x)
         shards = x.unflatten(dim, (self.world_size, -1)).movedim(dim, 0).contiguous()
         result = torch.empty(shards.shape[1:], dtype=x.dtype, device=x.device)
 
@@ -203,13 +213,13 @@ class GroupCoordinator(Messages):
 
         sizes: one a rank, the same on every rank; None means equal. Raises ValueError where x does not have its size.
         """
-        dim = _dimension(x, dim)
+        dim = checked_dimension(x, dim)
         if sizes is None:
             return self.all_gather(x, dim)
         self._check_sizes(sizes)
         if x.shape[dim] != sizes[self.rank_in_group]:
             raise ValueError(f"rank {self.rank_in_group} has {x.shape[dim]} along dim {dim}, sizes say {list(sizes)}")
-        rows = _padded(x.movedim(dim, 0), max(sizes))
+        rows = padded_rows(x.movedim(dim, 0), max(sizes))
         gathered = self.all_gather(rows, 0).unflatten(0, (self.world_size, -1))
         return torch.cat([gathered[q, :n] for q, n in enumerate(sizes)]).movedim(0, dim)
 
@@ -218,14 +228,14 @@ class GroupCoordinator(Messages):
 
         sizes: one a rank, the same on every rank; None means equal.
         """
-        dim = _dimension(x, dim)
+        dim = checked_dimension(x, dim)
         if sizes is None:
             return self.reduce_scatter(x, dim)
         self._check_sizes(sizes)
         if sum(sizes) != x.shape[dim]:
             raise ValueError(f"sizes {list(sizes)} add up to {sum(sizes)}, dim {dim} has {x.shape[dim]}")
         parts = x.movedim(dim, 0).split(list(sizes))
-        padded = torch.cat([_padded(part, max(sizes)) for part in parts])
+        padded = torch.cat([padded_rows(part, max(sizes)) for part in parts])
         return self.reduce_scatter(padded, 0)[: sizes[self.rank_in_group]].movedim(0, dim)
 
     def broadcast(self, x: torch.Tensor, src: int = 0) -> torch.Tensor:
@@ -249,7 +259,7 @@ class GroupCoordinator(Messages):
 
     def rejection_reasons(self, x: torch.Tensor, operation: str = "all_reduce") -> dict[str, Reason | None]:
         """For each provider, in the order of the chain, why it would not serve ``x``; None where it would."""
-        call = _call(operation, x)
+        call = call_of(operation, x)
         reasons: dict[str, Reason | None] = dict(self._absent)
         reasons |= {p.name: p.rejection_reason(call) for p in self._providers}
         if self.world_size == 1:
@@ -378,7 +388,7 @@ class GroupCoordinator(Messages):
         self._providers.append(CpuProvider(self._channel, emulate_link_gbps))
 
     def _choose(self, operation: str, x: torch.Tensor) -> Provider:
-        call = _call(operation, x)
+        call = call_of(operation, x)
         provider = self._choices.get(call)
         if provider is None:
             if not self._providers:
@@ -400,73 +410,3 @@ class GroupCoordinator(Messages):
     def _check_sizes(self, sizes: Sequence[int]) -> None:
         if len(sizes) != self.world_size or min(sizes) < 0:
             raise ValueError(f"sizes needs one size for each of {self.world_size} ranks, got {list(sizes)}")
-
-
-def _padded(rows: torch.Tensor, count: int) -> torch.Tensor:
-    """``rows`` with rows of zeros behind, up to ``count``."""
-    if rows.shape[0] == count:
-        return rows
-    return torch.cat([rows, rows.new_zeros((count - rows.shape[0], *rows.shape[1:]))])
-
-
-def _call(operation: str, x: torch.Tensor) -> Call:
-    if x.is_cpu:  # many times faster than to ask for the device's type
-        return Call(operation, x.dtype, x.nbytes, "cpu")
-    capturing = x.is_cuda and torch.cuda.is_current_stream_capturing()
-    return Call(operation, x.dtype, x.nbytes, x.device.type, capturing)
-
-
-def _indexed(device: torch.device) -> torch.device:
-    if device.type == "cuda" and device.index is None:
-        return torch.device("cuda", torch.cuda.current_device())
-    return device
-
-
-def _checked_ranks(ranks: Sequence[int]) -> list[int]:
-    if not dist.is_initialized():
-        raise ConfigError("GroupCoordinator needs torch.distributed: call torch.distributed.init_process_group first")
-    world = dist.get_world_size()
-    checked = sorted(set(ranks))
-    if list(ranks) != checked or not checked or checked[0] < 0 or checked[-1] >= world:
-        raise ConfigError(f"ranks={list(ranks)} is not supported: give distinct ascending ranks below {world}")
-    if dist.get_rank() not in checked:
-        raise ConfigError(f"rank {dist.get_rank()} is not in ranks={checked}: only members make the coordinator")
-    return checked
-
-
-def _check_inference(x: torch.Tensor) -> None:
-    if x.requires_grad and torch.is_grad_enabled():
-        raise UnsupportedError(
-            "collectives carry no gradient: run under torch.no_grad() or torch.inference_mode(), or detach the tensor"
-        )
-
-
-def _check_out(x: torch.Tensor, out: torch.Tensor | None) -> None:
-    if out is None or out is x:
-        return
-    if out.shape != x.shape or out.dtype != x.dtype or out.device != x.device:
-        raise ValueError(f"out must be like the input: {_alike(x)}, got {_alike(out)}")
-    same_view = out.data_ptr() == x.data_ptr() and out.stride() == x.stride()
-    if not same_view and _spans_overlap(x, out):
-        raise ValueError("out overlaps the input: give a separate tensor, or the input itself")
-
-
-def _spans_overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether the memory spans of two tensors meet; interleaved views count, an exact answer is not worth its cost."""
-    if a.numel() == 0 or b.numel() == 0 or a.untyped_storage().data_ptr() != b.untyped_storage().data_ptr():
-        return False
-    spans = []
-    for t in (a, b):
-        last = sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))
-        spans.append((t.storage_offset(), t.storage_offset() + last))
-    return spans[0][0] <= spans[1][1] and spans[1][0] <= spans[0][1]
-
-
-def _dimension(x: torch.Tensor, dim: int) -> int:
-    if not -x.dim() <= dim < x.dim():
-        raise ValueError(f"dim {dim} is out of range for a tensor of {x.dim()} dimensions")
-    return dim % x.dim()
-
-
-def _alike(x: torch.Tensor) -> str:
-    return f"{tuple(x.shape)} {x.dtype} on {x.device}"
