@@ -18,7 +18,7 @@ VENV ?= .venv
 RANKS ?= 2
 CORES := $(shell getconf _NPROCESSORS_ONLN)
 # Ranks share the cores.
-threads = $(shell n=$$(( $(CORES) / $(RANKS) )); echo $$(( n > 0 ? n : 1 )))
+threads = $(shell { n=$$(( $(CORES) / $(RANKS) )); echo $$(( n > 0 ? n : 1 )); } 2>/dev/null)
 extras := demo$(if $(wildcard /dev/nvidiactl),$(comma)cuda)
 comma := ,
 
@@ -45,6 +45,7 @@ fail = { printf 'tpoverlap: %s\n' "$(1)" >&2; exit 1; }
 .DEFAULT_GOAL := prefill
 
 prefill: $(demo_ready)
+	@case "$(RANKS)" in [1-8]) ;; *) $(call fail,RANKS=$(RANKS) is not supported: give 1 to 8);; esac
 	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-$(threads)} $(python) -m torch.distributed.run --standalone \
 	  --nproc-per-node $(RANKS) launch/prefill.py $(if $(MODEL),--model "$(MODEL)") $(ARGS) \
 	  || $(call fail,the prefill job failed; its own message stands above)

@@ -34,13 +34,18 @@ def default_model() -> Path:
 def read_text(source: str | None) -> str:
     """A file's text, stdin's for ``-``, and by default the language reference that every Python carries.
 
-    Errors: OSError for a file that cannot be read; ConfigError where it is no UTF-8 text.
+    Errors: ConfigError for a file that cannot be read and where it is no UTF-8 text.
     """
     if source is None:
         from pydoc_data.topics import topics
 
         return "\n\n".join(topics.values())
-    raw = sys.stdin.buffer.read() if source == "-" else Path(source).read_bytes()
+    try:
+        raw = sys.stdin.buffer.read() if source == "-" else Path(source).read_bytes()
+    except OSError as error:
+        raise ConfigError(
+            f"--text {source} cannot be read ({error.strerror or error}): give a file of UTF-8 text, or - for stdin"
+        ) from None
     try:
         return raw.decode("utf-8")
     except UnicodeDecodeError as error:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Callable
+import signal
+import threading
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -26,6 +29,19 @@ class JobError(TpOverlapError):
         self.reporter = reporter
 
 
+@contextlib.contextmanager
+def _interruptible() -> Iterator[None]:
+    """Lets Ctrl-C end the process while native code waits for the other ranks and Python cannot handle signals."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    handler = signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+
+
 @dataclass(frozen=True)
 class World:
     """This process among the ranks that torchrun started, or alone. local_size: ranks on this host."""
@@ -43,7 +59,8 @@ class World:
             return cls(rank=0, size=1, local_rank=0, local_size=1)
         try:
             rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-            dist.init_process_group("gloo", rank=rank, world_size=size, timeout=_PATIENCE)
+            with _interruptible():
+                dist.init_process_group("gloo", rank=rank, world_size=size, timeout=_PATIENCE)
         except (KeyError, ValueError, RuntimeError) as error:
             raise ConfigError(f"cannot join the other ranks ({error!r}): start this script with torchrun") from None
         return cls(rank, size, int(os.environ.get("LOCAL_RANK", rank)), int(os.environ.get("LOCAL_WORLD_SIZE", size)))

@@ -147,7 +147,11 @@ def read_tables(path: Path) -> DeviceTables:
         return from_json(json.loads(path.read_text(encoding="utf-8")))
     except OSError as error:
         raise ConfigError(f"the tables {path} cannot be read: {error.strerror or error}") from error
-    except ValueError as error:  # ConfigError and JSONDecodeError among them
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"{path} is no JSON file ({error}): give tables as launch/predict_tables.py describes them"
+        ) from error
+    except ValueError as error:  # ConfigError among them
         raise ConfigError(f"{path}: {error}") from error
 
 

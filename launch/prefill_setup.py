@@ -51,8 +51,7 @@ class Found:
 def read_request(options: Options, world: World, device: torch.device) -> Found:
     """Finds the model, reads the text and encodes it; for rank 0.
 
-    Errors: ConfigError and UnsupportedError for whatever cannot work, before anything takes long; OSError for a text
-    that cannot be read.
+    Errors: ConfigError and UnsupportedError for whatever cannot work, before anything takes long.
     """
     if world.size > _MAX_RANKS:
         raise ConfigError(f"{world.size} ranks are not supported: start 1 to {_MAX_RANKS}")
@@ -62,17 +61,18 @@ def read_request(options: Options, world: World, device: torch.device) -> Found:
         if path is not None and not path.absolute().parent.is_dir():
             raise ConfigError(f"the folder {path.parent} of {path} does not exist: make it, or give another path")
     require_packages("transformers", "safetensors", "rich", "matplotlib")
+    text = read_text(options.text)
     model = options.model or default_model()
     if model.suffix == ".gguf":
         require_packages("gguf")
     _tell(f"reading {model}")
     config = load_config(model)
     tokenizer = load_tokenizer(model)
-    return Found(Request(model, config, _encode(tokenizer, options, config)), tokenizer)
+    return Found(Request(model, config, _encode(tokenizer, text, options, config)), tokenizer)
 
 
-def _encode(tokenizer: PreTrainedTokenizerBase, options: Options, config: DecoderConfig) -> list[int]:
-    ids: list[int] = tokenizer(read_text(options.text))["input_ids"]
+def _encode(tokenizer: PreTrainedTokenizerBase, text: str, options: Options, config: DecoderConfig) -> list[int]:
+    ids: list[int] = tokenizer(text)["input_ids"]
     source = {None: "the default text", "-": "stdin"}.get(options.text, options.text)
     if len(ids) < 2:
         raise ConfigError(f"{source} has {len(ids)} tokens: perplexity needs at least 2, give a longer text")

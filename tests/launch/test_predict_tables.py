@@ -116,7 +116,7 @@ def test_files_that_are_none_are_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"the tables .*missing\.json cannot be read"):
         read_tables(tmp_path / "missing.json")
     (tmp_path / "broken.json").write_text("{")
-    with pytest.raises(ConfigError, match=r"broken\.json: Expecting"):
+    with pytest.raises(ConfigError, match=r"broken\.json is no JSON file \(Expecting"):
         read_tables(tmp_path / "broken.json")
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -362,3 +365,23 @@ def test_more_ranks_than_eight_are_refused(arguments: list[str], monkeypatch: py
 
     monkeypatch.setattr(prefill_setup, "_MAX_RANKS", 0)
     assert "1 ranks are not supported: start 1 to 0" in line_of(run_here(arguments))
+
+
+def test_ctrl_c_ends_a_rank_that_waits_for_the_others(arguments: list[str]) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    ranks = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    job = subprocess.Popen([sys.executable, str(LAUNCH / "prefill.py"), *arguments], env=os.environ | ranks)
+    try:
+        give_up = time.monotonic() + 60
+        while time.monotonic() < give_up:
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
+                break
+            time.sleep(0.1)
+        time.sleep(0.5)
+        job.send_signal(signal.SIGINT)
+        assert job.wait(10) == -signal.SIGINT
+    finally:
+        job.kill()
+        job.wait()

@@ -86,7 +86,10 @@ def _read_folder(path: Path) -> PretrainedConfig:
         stored = json.loads((path / "config.json").read_text(encoding="utf-8"))
         model_type = str(stored["model_type"])
     except (ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{path / 'config.json'} is no model configuration: {error!r}") from None
+        raise ConfigError(
+            f"{path / 'config.json'} is no model configuration ({type(error).__name__}: {error}): give a folder as "
+            "Hugging Face's save_pretrained writes it, with config.json, a tokenizer and *.safetensors, or a GGUF file"
+        ) from None
     check_architecture(model_type)
     from transformers import AutoConfig
 
