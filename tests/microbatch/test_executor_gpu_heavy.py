@@ -69,8 +69,10 @@ class Gated:
         assert x is not None
         for _ in range(self.layers):
             h = torch.nn.functional.silu(x @ self.gate) * (x @ self.up)
-            x = x + self.group.all_reduce(h @ self.down)
-            del h
+            y = h @ self.down
+            del h  # what a piece holds at a collective, it holds while the others compute
+            x = x + self.group.all_reduce(y)
+            del y
         return x
 
     def layer_bytes(self, tokens: int) -> int:
@@ -104,6 +106,11 @@ def _memory(rank: int, num_pieces: int) -> tuple[int, int]:
     # staged for one collective at a time.
     buffers = num_pieces * 2 * payload + group.world_size * payload
     assert pieces <= whole + model.layer_bytes(tokens) + buffers, (whole / MIB, pieces / MIB)
+    # More closely: one piece is inside a layer, the others hold their residual stream, and at the end there are the
+    # pieces' outputs beside the joined one. The allocator rounds up by less than 1 MiB a tensor.
+    resting = num_pieces * payload + buffers
+    joined = 2 * 2 * batch.num_tokens * model.hidden
+    assert pieces <= max(model.layer_bytes(tokens) + resting, joined + buffers) + 16 * MIB, pieces / MIB
     # Where a layer's activations are larger than the buffers, as in this model, pieces even take less than the whole.
     assert pieces <= whole, (whole / MIB, pieces / MIB)
     group.destroy()
