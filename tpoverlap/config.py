@@ -25,19 +25,19 @@ class HostReduceConfig:
     max_bytes: largest payload, in bytes, of the latency-optimized path (kernel mode on GPUs).
     copy_engine_max_bytes: slot size of the copy-engine path and largest payload of one of its operations, in bytes;
         larger payloads run as consecutive operations. 0 turns the path off.
-    copy_engine_pieces: pieces in which the copy-engine path moves an operation's payload, 1 to 16; ``"auto"``: by size.
     timeout_s: how long a rank waits for its peers, in seconds, counted from its own publish.
     wire: format of the data between ranks. Only ``"exact"`` (the tensor's own dtype).
     peer_access: ``"auto"`` lets the copy-engine path step aside where GPUs really reach each other's memory;
         ``"ignore"`` keeps it.
+    copy_engine_pieces: pieces in which the copy-engine path moves an operation's payload, 1 to 16; ``"auto"``: by size.
     """
 
     max_bytes: int = 262_144
     copy_engine_max_bytes: int = 20_971_520
-    copy_engine_pieces: int | Literal["auto"] = "auto"
     timeout_s: float = 30.0
     wire: Literal["exact"] = "exact"
     peer_access: Literal["auto", "ignore"] = "auto"
+    copy_engine_pieces: int | Literal["auto"] = "auto"
 
     def __post_init__(self) -> None:
         _check_int("max_bytes", self.max_bytes, 0)
