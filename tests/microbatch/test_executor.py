@@ -297,7 +297,7 @@ def _failures(rank: int, cases: int) -> None:
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_an_exception_reaches_its_caller_and_the_next_run_works(world_size: int) -> None:
-    run_ranks(_failures, world_size, 100, timeout_s=90)
+    run_ranks(_failures, world_size, 200, timeout_s=110)
 
 
 def _random_faults(rank: int, cases: int) -> dict[str, int]:
