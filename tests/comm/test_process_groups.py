@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -117,3 +119,41 @@ def _resets(rank: int) -> None:
 
 def test_resets_leave_no_descriptor_and_no_thread_behind() -> None:
     run_ranks(_resets, 3)
+
+
+def _gloo_threads() -> int:
+    names = [Path(f"/proc/self/task/{thread}/comm").read_text() for thread in os.listdir("/proc/self/task")]
+    return sum("gloo" in name for name in names)
+
+
+def _end_with_the_default_group(rank: int) -> tuple[int, int]:
+    group, other = _group([0, 1]), _group([0, 1])
+    _works(group)
+    other.destroy()
+    group.destroy()
+    importlib.import_module("torch._dynamo")  # it must not hold the default group
+    while_in_use = _gloo_threads()
+    dist.destroy_process_group()
+    return while_in_use, _gloo_threads()
+
+
+def test_no_thread_of_gloo_outlives_the_default_group() -> None:
+    """One that let go of a tensor while the interpreter ends would abort the process."""
+    for before, after in run_ranks(_end_with_the_default_group, 2):
+        assert before > 0
+        assert after == 0
+
+
+def _second_life(rank: int, store: str) -> None:
+    for life in range(2):
+        if life:
+            dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2)
+        group = _group([0, 1])
+        _works(group)
+        if life == 0:
+            dist.destroy_process_group()  # the coordinator's groups are gone with it
+        group.destroy()
+
+
+def test_a_new_default_group_starts_with_no_group_of_the_old(tmp_path: Path) -> None:
+    run_ranks(_second_life, 2, str(tmp_path / "store"))

@@ -80,6 +80,7 @@ class GroupCoordinator(Messages):
         if self.world_size > 1:
             self._check_agreement()
         self.cpu_group, self.device_group = self._process_groups(process_group)
+        self._destroyed = False
         self._served: Counter[str] = Counter()
         self._channel: Channel | None = None
         self._absent: dict[str, Reason] = {CpuProvider.name: Reason.WORLD_SIZE_1} if self.world_size == 1 else {}
@@ -320,13 +321,17 @@ class GroupCoordinator(Messages):
             self._renew_cpu_group()
 
     def destroy(self) -> None:
-        """Leaves the group and frees what it holds; a second call does nothing."""
+        """Leaves the group and frees what it holds, ``cpu_group`` and ``device_group`` too; once is enough."""
+        if self._destroyed:
+            return
+        self._destroyed = True
         sound = not self.failed
         self._torch.close()
         if self._channel is not None:
             self._channel.destroy()
             self._channel = None
         self._give_back_groups(sound)
+        del self.cpu_group, self.device_group
         self._providers.clear()
         self._choices.clear()
 

@@ -16,8 +16,13 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
+from weakref import WeakKeyDictionary, ref
 
 import torch.distributed as dist
+
+# Its functions take the default group of the time of the import as a default argument. Imported after
+# init_process_group, as torch.compile and transformers do, it would keep that group, and gloo's threads, for good.
+import torch.distributed.nn  # noqa: F401
 from torch.distributed import distributed_c10d as c10d
 
 from tpoverlap.comm.rendezvous import StoreExchange
@@ -26,18 +31,25 @@ _GRACE_S = 1.0
 _Key = tuple[str, tuple[int, ...], float]
 
 
+class _Life:
+    """The groups of one default process group. torch.distributed keeps them alive, until it is told to end them."""
+
+    def __init__(self) -> None:
+        self.free: dict[_Key, list[ref[dist.ProcessGroup]]] = defaultdict(list)
+        self.taken: WeakKeyDictionary[dist.ProcessGroup, _Key] = WeakKeyDictionary()
+        self.requests: Counter[_Key] = Counter()
+
+
 class GroupPool:
-    """Groups by backend, ranks and timeout. All members take groups of one key in the same order."""
+    """Groups by backend, ranks and timeout. All members take groups of one key in the same order.
+
+    Sound groups are referred to weakly: one that outlived ``destroy_process_group()`` would take gloo's threads along
+    to the end of the process, where a thread that lets go of its last tensor aborts the interpreter.
+    """
 
     def __init__(self) -> None:
         self._spoilt: list[tuple[float, dist.ProcessGroup]] = []
-        self._begin_life(None)
-
-    def _begin_life(self, world: dist.ProcessGroup | None) -> None:
-        self._world = world
-        self._free: dict[_Key, list[dist.ProcessGroup]] = defaultdict(list)
-        self._taken: dict[dist.ProcessGroup, _Key] = {}
-        self._requests: Counter[_Key] = Counter()
+        self._lives: WeakKeyDictionary[dist.ProcessGroup, _Life] = WeakKeyDictionary()
 
     def take(self, backend: str, ranks: Sequence[int], timeout_s: float) -> dist.ProcessGroup:
         """A group that all ``ranks`` have free, or a new one. Collective over ``ranks``.
@@ -47,16 +59,17 @@ class GroupPool:
         key = (backend, tuple(ranks), timeout_s)
         name = self._next_name(key)
         self._end_spoilt()
-        free = self._free[key]
+        life = self._life()
+        free = {group.group_name: group for known in life.free[key] if (group := known()) is not None}
         # One member may have called a group sound whose end another has seen fail.
-        offers = self._exchange(ranks, timeout_s).all_gather(f"{name}/free", [g.group_name for g in free])
+        offers = self._exchange(ranks, timeout_s).all_gather(f"{name}/free", list(free))
         common = [n for n in offers[0] if all(n in names for names in offers)]
         if common:
-            group = next(g for g in free if g.group_name == common[0])
-            free.remove(group)
+            group = free[common[0]]
+            life.free[key].remove(ref(group))
         else:
             group = _new_group(name, backend, ranks, timeout_s)
-        self._taken[group] = key
+        life.taken[group] = key
         return group
 
     def all_gather(self, what: str, ranks: Sequence[int], value: Any, timeout_s: float) -> list[Any]:
@@ -66,31 +79,36 @@ class GroupPool:
 
     def give_back(self, group: dist.ProcessGroup, sound: bool) -> None:
         """sound: no collective of the group was left half done. Groups that are not from here are left alone."""
-        key = self._taken.pop(group, None)
-        if key is None or self._world is not dist.group.WORLD:
+        if dist.group.WORLD is None:
+            return
+        life = self._life()
+        key = life.taken.pop(group, None)
+        if key is None:
             return
         if sound:
-            self._free[key].append(group)
+            life.free[key].append(ref(group))
         elif key[0] == "gloo":
             # Its threads and connections would stay for good. Communicators of a device end with the default group.
             dist.destroy_process_group(group)
             self._spoilt.append((time.monotonic() + key[2] + _GRACE_S, group))
 
+    def _life(self) -> _Life:
+        assert dist.group.WORLD is not None
+        return self._lives.setdefault(dist.group.WORLD, _Life())
+
     def _next_name(self, key: _Key) -> str:
-        if self._world is not dist.group.WORLD:
-            # The former default group is gone, and every group with it.
-            self._begin_life(dist.group.WORLD)
-        self._requests[key] += 1
+        requests = self._life().requests
+        requests[key] += 1
         what, ranks, timeout_s = key
-        return f"tpoverlap/{what}/{'_'.join(map(str, ranks))}/{timeout_s:g}/{self._requests[key]}"
+        return f"tpoverlap/{what}/{'_'.join(map(str, ranks))}/{timeout_s:g}/{requests[key]}"
 
     def _end_spoilt(self) -> None:
         now = time.monotonic()
         self._spoilt = [(end, group) for end, group in self._spoilt if end > now]
 
     def _exchange(self, ranks: Sequence[int], timeout_s: float) -> StoreExchange:
-        assert self._world is not None
-        store = self._world.get_group_store()
+        assert dist.group.WORLD is not None
+        store = dist.group.WORLD.get_group_store()
         return StoreExchange(store, list(ranks).index(dist.get_rank()), len(ranks), timeout_s)
 
 

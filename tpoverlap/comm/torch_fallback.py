@@ -46,8 +46,9 @@ class TorchProvider:
         self._closed = False
 
     def close(self) -> None:
-        """The groups go to somebody else: later calls raise ChannelError."""
+        """Lets the groups go: later calls raise ChannelError."""
         self._closed = True
+        del self.cpu_group, self.device_group
 
     def rejection_reason(self, call: Call) -> Reason | None:
         return None
