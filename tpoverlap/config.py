@@ -52,7 +52,8 @@ class HostReduceConfig:
             )
         if self.copy_engine_pieces != "auto":
             _check_int("copy_engine_pieces", self.copy_engine_pieces, 1, 16)
-        if not isinstance(self.timeout_s, (int, float)) or not 0 < self.timeout_s < math.inf:
+        seconds = self.timeout_s
+        if not isinstance(seconds, (int, float)) or isinstance(seconds, bool) or not 0 < seconds < math.inf:
             raise ConfigError(f"timeout_s={self.timeout_s!r} is not supported: give a positive number of seconds")
         if self.wire != "exact":
             raise ConfigError(f"wire={self.wire!r} is not supported: only 'exact' is")
@@ -75,6 +76,6 @@ class OverlapConfig:
 
     def __post_init__(self) -> None:
         _check_int("min_tokens", self.min_tokens, 0)
-        if self.num_pieces not in (2, 3, 4, "auto") or isinstance(self.num_pieces, bool):
+        if self.num_pieces != "auto" and (not isinstance(self.num_pieces, int) or not 2 <= self.num_pieces <= 4):
             raise ConfigError(f"num_pieces={self.num_pieces!r} is not supported: give 2, 3, 4 or 'auto'")
         _check_int("cut_multiple", self.cut_multiple, 1)

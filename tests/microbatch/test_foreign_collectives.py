@@ -126,6 +126,13 @@ def _named(rank: int) -> None:
         MicroBatchExecutor(group, SPLIT, features=dataclasses.replace(DENSE, lora=True))
     with pytest.raises(ConfigError, match="tensor_parallel_size=4 is not supported with a group of 2"):
         MicroBatchExecutor(group, SPLIT, features=dataclasses.replace(DENSE, tensor_parallel_size=4))
+    align = dataclasses.replace(DENSE, recurrent_state_cache_mode="align")
+    with pytest.raises(ConfigError, match="'align' is not supported without state_block"):
+        MicroBatchExecutor(group, SPLIT, features=align)
+    MicroBatchExecutor(group, SPLIT, features=align, state_block=16)
+    for name in ("state_block", "balance_position"):
+        with pytest.raises(ValueError, match=f"{name}=0 is not supported"):
+            MicroBatchExecutor(group, SPLIT, **{name: 0})  # type: ignore[arg-type]
     group.destroy()
 
 

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Callable
+from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -70,11 +75,42 @@ def test_balance_position_of_a_27b_layer() -> None:
         ([0, 5], [5], {"state_block": 0}),
         ([0, 9], [9], {"num_pieces": 3, "cut": [4]}),
         ([0, 9], [9], {"num_pieces": 3, "cut": [5, 4]}),
+        ([0, 9.0], [9], {}),
+        (None, [9], {}),
+        ([0, 9], [9.0], {}),
+        ([0, 9], [9], {"cut": 4.5}),
+        ([0, 9], [9], {"cut": "4"}),
+        ([0, 9], [9], {"cut": [4.0]}),
+        ([0, 9], [9], {"num_pieces": 2.5}),
+        ([0, 9], [9], {"cut_multiple": 1.5}),
+        ([0, 9], [9], {"state_block": 2.0}),
+        ([0, 9], [9], {"balance_position": 0}),
+        ([0, 9], [9], {"balance_position": -5.0}),
+        ([0, 9], [9], {"balance_position": math.nan}),
     ],
 )
-def test_bad_input_is_refused(starts: list[int], lens: list[int], options: dict[str, int]) -> None:
-    with pytest.raises(ValueError, match=r"query_start_loc|seq_len|num_pieces|cut"):
+def test_bad_input_is_refused_by_name(starts: Any, lens: Any, options: dict[str, Any]) -> None:
+    names = "|".join(options) or "query_start_loc|seq_len"
+    with pytest.raises(ValueError, match=f"({names}).*(give|need|got|[0-9])"):
         split_tokens(starts, lens, **options)
+
+
+@pytest.mark.parametrize("kind", [list, tuple, np.array, torch.tensor])
+def test_host_integers_of_any_library_give_the_same_pieces(kind: Callable[[list[int]], Any]) -> None:
+    starts, lens = [0, 4, 12], [9, 8]
+    plain = split_tokens(starts, lens, cut=[3, 6], num_pieces=3)
+    assert split_tokens(kind(starts), kind(lens), cut=kind([3, 6]), num_pieces=3) == plain
+    one = split_tokens(kind(starts), kind(lens), cut=kind([6])[0])
+    assert one == split_tokens(starts, lens, cut=6)
+    for piece in plain + one:
+        parts = (piece.token_range, piece.request_ids, piece.query_start_loc, piece.seq_lens)
+        assert {type(value) for part in parts for value in part} == {int}
+
+
+@pytest.mark.parametrize(("starts", "lens"), [([0], []), ([0, 0], [0]), ([0, 0, 0], [5, 0])])
+@pytest.mark.parametrize("options", [{}, {"cut": 0}, {"cut": 3}, {"state_block": 4, "num_pieces": 4}])
+def test_a_batch_without_tokens_is_one_empty_piece(starts: list[int], lens: list[int], options: dict[str, int]) -> None:
+    assert split_tokens(starts, lens, **options) == [TokenPiece((0, 0), (), (0,), ())]  # type: ignore[arg-type]
 
 
 @st.composite
@@ -126,3 +162,74 @@ def test_pieces_cover_every_token_once_and_in_order(
     assert [row for p in pieces for row in rows(p)] == whole
     if starts[-1]:
         assert all(p.num_tokens > 0 for p in pieces)
+
+
+Token = tuple[int, int]  # request, position in its sequence
+
+
+def _given(tokens: list[Token], cuts: list[int], state_block: int | None) -> list[TokenPiece]:
+    """The definition, token by token."""
+
+    def moved(cut: int) -> int:
+        if state_block is None or not 0 < cut < len(tokens) or tokens[cut - 1][0] != tokens[cut][0]:
+            return cut
+        own = [t for t, (request, _) in enumerate(tokens) if request == tokens[cut][0]]
+        slots = {t: tokens[t][1] // state_block for t in own}
+        return max(cut, 1 + min(t for t in own if slots[t] == slots[own[-1]]))
+
+    edges = sorted({0, len(tokens), *(c for c in map(moved, cuts) if 0 < c < len(tokens))})
+    pieces = []
+    for first, last in itertools.pairwise(edges):
+        part = tokens[first:last]
+        ids = list(dict.fromkeys(request for request, _ in part))
+        ends = [max(i for i, token in enumerate(part) if token[0] == request) for request in ids]
+        pieces.append(
+            TokenPiece((first, last), tuple(ids), (0, *(e + 1 for e in ends)), tuple(part[e][1] + 1 for e in ends))
+        )
+    return pieces
+
+
+@settings(max_examples=300, deadline=None)
+@given(_batches(), st.lists(st.integers(-20, 2420), min_size=1, max_size=3), st.booleans(), st.data())
+def test_given_cuts_are_those_of_the_definition(
+    batch: tuple[list[int], list[int]], cuts: list[int], near: bool, data: st.DataObject
+) -> None:
+    starts, lens = batch
+    if near:  # at the borders of requests and one beside them
+        cuts = [starts[c % len(starts)] + c % 3 - 1 for c in cuts]
+    cuts.sort()
+    state_block = data.draw(st.sampled_from([None, 1, 2, 7, 16, 100, 800]))
+    tokens = [
+        (request, lens[request] - (starts[request + 1] - starts[request]) + i)
+        for request in range(len(lens))
+        for i in range(starts[request + 1] - starts[request])
+    ]
+    cut = cuts[0] if len(cuts) == 1 and data.draw(st.booleans()) else cuts
+    got = split_tokens(starts, lens, cut=cut, num_pieces=len(cuts) + 1, state_block=state_block)
+    assert got == (_given(tokens, cuts, state_block) if tokens else [TokenPiece((0, 0), (), (0,), ())])
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    _batches(),
+    st.integers(2, 4),
+    st.sampled_from([0.2, 3.0, 700.0, 1e4, 1e18, 1e300, math.inf]),
+    st.sampled_from([1, 16, 128]),
+)
+def test_default_cuts_balance_the_cost_of_the_tokens(
+    batch: tuple[list[int], list[int]], num_pieces: int, p0: float, multiple: int
+) -> None:
+    starts, lens = batch
+    total = [0.0]  # cost of the tokens before each one
+    for n, length in zip((b - a for a, b in itertools.pairwise(starts)), lens, strict=True):
+        for position in range(length - n, length):
+            total.append(total[-1] + 1 + position / p0)
+    got = split_tokens(starts, lens, num_pieces=num_pieces, cut_multiple=multiple, balance_position=p0)
+    allowed = set()
+    for k in range(1, num_pieces):
+        best = min(range(len(total)), key=lambda t: abs(total[t] - total[-1] * k / num_pieces))
+        # Inside the token the cost is spread evenly, or grows: a token's difference before rounding.
+        allowed.add(frozenset(round((best + e) / multiple) * multiple for e in (-1, -0.5, 0, 0.5, 1)))
+    inside = [piece.token_range[1] for piece in got[:-1]]
+    assert all(any(cut in near for near in allowed) for cut in inside)
+    assert all(any(cut in near for cut in (0, *inside)) or max(near) >= starts[-1] for near in allowed)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -57,22 +59,25 @@ class Batch:
     def __post_init__(self) -> None:
         if (self.input_ids is None) == (self.inputs_embeds is None):
             raise ValueError("a batch takes either input_ids or inputs_embeds, and exactly one of them")
-        starts = list(self.query_start_loc)
-        if len(starts) != len(self.seq_lens) + 1 or starts[0] != 0 or starts != sorted(starts):
-            raise ValueError(
-                f"query_start_loc needs requests + 1 = {len(self.seq_lens) + 1} ascending ints from 0, got {starts}"
-            )
+        starts, lens = host_ints("query_start_loc", self.query_start_loc), host_ints("seq_lens", self.seq_lens)
+        check_starts(starts, lens)
+        for name, ints in (("query_start_loc", starts), ("seq_lens", lens)):
+            if not isinstance(getattr(self, name), (list, tuple)):
+                object.__setattr__(self, name, tuple(ints))
+        for name in ("num_draft_tokens", "num_padding_tokens"):
+            if host_int(name, getattr(self, name)) < 0:
+                raise ValueError(f"{name}={getattr(self, name)} is not supported: give 0 or more")
         tokens = starts[-1] + self.num_padding_tokens
-        rows = (self.input_ids if self.input_ids is not None else self.inputs_embeds).shape[0]  # type: ignore[union-attr]
-        for name, count in (
-            ("input_ids / inputs_embeds", rows),
-            ("positions", self.positions.shape[-1]),
-            ("slot_mapping", self.slot_mapping.shape[0]),
-        ):
-            if count != tokens:
-                raise ValueError(f"{name} has {count} tokens, query_start_loc and num_padding_tokens say {tokens}")
-        if self.block_table.shape[0] != len(self.seq_lens):
-            raise ValueError(f"block_table has {self.block_table.shape[0]} rows for {len(self.seq_lens)} requests")
+        for name, supported in _SHAPES.items():
+            tensor = getattr(self, name)
+            if tensor is None and name in ("input_ids", "inputs_embeds"):
+                continue
+            shape = tuple(tensor.shape) if isinstance(tensor, torch.Tensor) else None
+            if shape is None or not _fits(name, shape, tokens, len(lens)):
+                raise ValueError(
+                    f"{name} is {type(tensor).__name__ if shape is None else list(shape)}: query_start_loc, seq_lens "
+                    f"and num_padding_tokens say {tokens} tokens of {len(lens)} requests, give a tensor {supported}"
+                )
 
     @property
     def num_tokens(self) -> int:
@@ -82,6 +87,7 @@ class Batch:
     def piece(self, piece: TokenPiece) -> Batch:
         """The part of the batch that ``piece`` describes; its tensors share memory, but for a block table with gaps.
 
+        Padding, which is in no piece's range, is left behind.
         Raises UnsupportedError for what a subclass adds and :meth:`cut_field` does not cut.
         """
         tokens = slice(*piece.token_range)
@@ -95,11 +101,14 @@ class Batch:
             seq_lens=piece.seq_lens,
             block_table=self._rows(piece.request_ids),
             slot_mapping=_plain(self.slot_mapping[tokens]),
+            num_padding_tokens=0,
         )
 
     def _rows(self, request_ids: Sequence[int]) -> torch.Tensor:
         """The block table's rows of these requests. A copy of host data to a device would wait for all its work."""
         table = self.block_table
+        if not request_ids:
+            return _plain(table[:0])
         first, last = request_ids[0], request_ids[-1]
         if last - first + 1 == len(request_ids):
             return _plain(table[first : last + 1])
@@ -126,6 +135,50 @@ class Batch:
             if not isinstance(getattr(type(self), name, None), functools.cached_property):
                 Batch.cut_field(self, name, piece)
         return {name: self.cut_field(name, piece) for name in fields - _OWN_FIELDS if getattr(self, name) is not None}
+
+
+def host_int(name: str, value: Any) -> int:
+    """``value``, an integer of any library, as Python's; ValueError that says ``name`` for anything else."""
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise ValueError(f"{name}={value!r} is not supported: give an integer") from None
+
+
+def host_ints(name: str, values: Any) -> list[int]:
+    """The integers in ``values``, a sequence or an array in host memory; ValueError that says ``name`` otherwise."""
+    if isinstance(values, torch.Tensor) and values.device.type != "cpu":
+        raise ValueError(f"{name} is on {values.device}, and cuts are made on the host: give {name}.tolist()")
+    try:
+        return [operator.index(value) for value in values]
+    except TypeError:
+        raise ValueError(f"{name} needs a sequence of integers, got {values!r:.200}") from None
+
+
+def check_starts(starts: Sequence[int], lens: Sequence[int]) -> None:
+    """Raises ValueError for a query_start_loc and seq_lens that do not fit together."""
+    if len(starts) != len(lens) + 1 or starts[0] != 0 or any(a > b for a, b in itertools.pairwise(starts)):
+        raise ValueError(f"query_start_loc needs requests + 1 = {len(lens) + 1} ascending starts from 0, got {starts}")
+    for i, length in enumerate(lens):
+        if length < starts[i + 1] - starts[i]:
+            raise ValueError(f"request {i} has {starts[i + 1] - starts[i]} new tokens but seq_len {length}")
+
+
+_SHAPES = {
+    "input_ids": "[tokens]",
+    "inputs_embeds": "[tokens, hidden]",
+    "positions": "[tokens] or [3, tokens]",
+    "slot_mapping": "[tokens]",
+    "block_table": "[requests, max_blocks]",
+}
+
+
+def _fits(name: str, shape: tuple[int, ...], tokens: int, requests: int) -> bool:
+    if name == "positions":
+        return shape in ((tokens,), (3, tokens))
+    if name in ("inputs_embeds", "block_table"):
+        return len(shape) == 2 and shape[0] == (requests if name == "block_table" else tokens)
+    return shape == (tokens,)
 
 
 _OWN_FIELDS = frozenset(f.name for f in dataclasses.fields(Batch))

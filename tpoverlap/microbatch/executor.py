@@ -30,7 +30,7 @@ from tpoverlap.microbatch.foreign_collectives import foreign_collective_watch
 from tpoverlap.microbatch.lane import CommLane, Measurement
 from tpoverlap.microbatch.piece_counts import PieceCounts
 from tpoverlap.microbatch.runs import Forward, Output, PieceContext, PlainRun, Run, SplitRun, WholeRun
-from tpoverlap.microbatch.split import split_tokens
+from tpoverlap.microbatch.split import check_split_options, split_tokens
 from tpoverlap.microbatch.stats import RunStats
 from tpoverlap.microbatch.worker import Worker
 
@@ -60,11 +60,17 @@ class MicroBatchExecutor:
                     f"tensor_parallel_size={features.tensor_parallel_size} is not supported with a group of "
                     f"{group.world_size} ranks: give the group that the model is sharded over"
                 )
+            if features.recurrent_state_cache_mode == "align" and state_block is None:
+                raise ConfigError(
+                    "recurrent_state_cache_mode='align' is not supported without state_block: give the tokens of a "
+                    "block of the state cache, which cuts must keep to"
+                )
         self._foreign_operators = features.collective_operators if features is not None else frozenset()
         self._watched_sizes: set[int] = set()
         self._run_counts: Counter[str] = Counter()
         self._group = group
         self._config = config or OverlapConfig()
+        check_split_options(self._config.cut_multiple, state_block, balance_position)
         self._state_block = state_block
         self._balance_position = balance_position
         self._cpu = cpu_for(group.device, group.rank_in_group) if group.device.type == "cuda" else None

@@ -7,7 +7,7 @@ import itertools
 import math
 from collections.abc import Iterable, Sequence
 
-from tpoverlap.microbatch.batch import TokenPiece
+from tpoverlap.microbatch.batch import TokenPiece, check_starts, host_int, host_ints
 
 
 def split_tokens(
@@ -32,21 +32,19 @@ def split_tokens(
 
     A request that a cut crosses continues in the next piece with the keys up to that piece's end. No piece is empty:
     a cut outside the batch, or on another cut, counts for nothing, so that fewer pieces, down to one, may come back.
-    Raises ValueError for starts, lengths or cuts that do not fit together.
+    Raises ValueError for starts, lengths or cuts that do not fit together, or are no integers.
     """
-    starts, lens = list(query_start_loc), list(seq_lens)
-    _check(starts, lens, num_pieces, cut_multiple, state_block)
+    starts, lens = host_ints("query_start_loc", query_start_loc), host_ints("seq_lens", seq_lens)
+    check_starts(starts, lens)
+    check_split_options(cut_multiple, state_block, balance_position, num_pieces)
     total = starts[-1]
-    if cut is None:
-        cuts = _balanced_cuts(starts, lens, num_pieces, cut_multiple, balance_position)
-    else:
-        cuts = [cut] if isinstance(cut, int) else list(cut)
-        if cuts != sorted(cuts) or (not isinstance(cut, int) and len(cuts) != num_pieces - 1):
-            raise ValueError(f"cut needs {num_pieces - 1} ascending tokens for {num_pieces} pieces, got {cuts}")
-    if state_block is not None:
-        cuts = [_align_to_state(c, starts, lens, state_block) if 0 < c < total else c for c in cuts]
+    cuts = None if cut is None else _given_cuts(cut, num_pieces)
     if total == 0:
         return [_piece(starts, lens, 0, 0)]
+    if cuts is None:
+        cuts = _balanced_cuts(starts, lens, num_pieces, cut_multiple, balance_position)
+    if state_block is not None:
+        cuts = [_align_to_state(c, starts, lens, state_block) if 0 < c < total else c for c in cuts]
     borders = sorted({0, total, *(c for c in cuts if 0 < c < total)})
     return [_piece(starts, lens, a, b) for a, b in itertools.pairwise(borders)]
 
@@ -60,16 +58,28 @@ def balance_position(linear_weights: int, q_heads: int, head_dim: int) -> float:
     return linear_weights / (2 * q_heads * head_dim)
 
 
-def _check(starts: list[int], lens: list[int], num_pieces: int, cut_multiple: int, state_block: int | None) -> None:
-    if len(starts) != len(lens) + 1 or starts[0] != 0 or starts != sorted(starts):
-        raise ValueError(f"query_start_loc needs requests + 1 = {len(lens) + 1} ascending starts from 0, got {starts}")
-    for i, length in enumerate(lens):
-        if length < starts[i + 1] - starts[i]:
-            raise ValueError(f"request {i} has {starts[i + 1] - starts[i]} new tokens but seq_len {length}")
-    if num_pieces < 1 or cut_multiple < 1 or (state_block is not None and state_block < 1):
-        raise ValueError(
-            f"num_pieces={num_pieces}, cut_multiple={cut_multiple} and state_block={state_block} must be at least 1"
-        )
+def check_split_options(
+    cut_multiple: int, state_block: int | None, balance_position: float, num_pieces: int = 2
+) -> None:
+    """Raises ValueError for options of :func:`split_tokens` that cannot cut any batch."""
+    counts = {"num_pieces": num_pieces, "cut_multiple": cut_multiple}
+    if state_block is not None:
+        counts["state_block"] = state_block
+    for name, value in counts.items():
+        if host_int(name, value) < 1:
+            raise ValueError(f"{name}={value} is not supported: give an integer >= 1")
+    if not balance_position > 0:
+        raise ValueError(f"balance_position={balance_position} is not supported: give a positive number of tokens")
+
+
+def _given_cuts(cut: int | Sequence[int], num_pieces: int) -> list[int]:
+    try:
+        cuts = host_ints("cut", list(cut))  # type: ignore[arg-type]  # of a number: TypeError
+    except TypeError:
+        return [host_int("cut", cut)]
+    if cuts != sorted(cuts) or len(cuts) != num_pieces - 1:
+        raise ValueError(f"cut needs {num_pieces - 1} ascending tokens for {num_pieces} pieces, got {cuts}")
+    return cuts
 
 
 def _balanced_cuts(starts: list[int], lens: list[int], num_pieces: int, cut_multiple: int, p0: float) -> list[int]:
@@ -81,12 +91,12 @@ def _balanced_cuts(starts: list[int], lens: list[int], num_pieces: int, cut_mult
     def token_at(cost: float) -> float:
         i = min(bisect.bisect_right(costs, cost) - 1, len(lens) - 1)
         n = starts[i + 1] - starts[i]
-        first, left = lens[i] - n, cost - costs[i]
-        if math.isinf(p0):
-            return starts[i] + left
-        # n tokens from position f cost n (1 + f / p0) + n^2 / (2 p0): the positive root.
-        b = p0 + first
-        return starts[i] + math.sqrt(b * b + 2 * p0 * left) - b
+        left = cost - costs[i]
+        if left <= 0:
+            return starts[i]
+        # x tokens cost linear x + x^2 / (2 p0): the positive root, in the form that keeps its digits for any p0.
+        linear = 1 + (lens[i] - n - 0.5) / p0
+        return starts[i] + 2 * left / (linear + math.sqrt(linear * linear + 2 * left / p0))
 
     ideal = [token_at(costs[-1] * k / num_pieces) for k in range(1, num_pieces)]
     return [round(t / cut_multiple) * cut_multiple for t in ideal]
@@ -94,7 +104,7 @@ def _balanced_cuts(starts: list[int], lens: list[int], num_pieces: int, cut_mult
 
 def _cost(first: int, count: int, p0: float) -> float:
     """Estimated time of ``count`` tokens from position ``first`` on, in units of a token at position 0."""
-    return count * (1 + first / p0) + count * count / (2 * p0)
+    return count * (1 + first / p0) + count * (count - 1) / (2 * p0)
 
 
 def _align_to_state(cut: int, starts: list[int], lens: list[int], state_block: int) -> int:
