@@ -148,6 +148,7 @@ class MailboxRegion:
         for reader in range(self._segment.world_size):
             for piece in range(MAX_PIECES):
                 self._words[self._index(rank, reader, piece)] = EMPTY
+        self._clock.restart()
 
     def close(self) -> None:
         self._segment.close()

@@ -21,6 +21,10 @@ class StuckClock:
         self._seen: tuple[int, ...] | None = None
         self._since_s = 0.0
 
+    def restart(self) -> None:
+        """A reset sets the words to what they may have been when the device was last seen waiting."""
+        self._seen = None
+
     def waiting_s(self) -> float:
         seen = self._signature()
         if seen is None or seen != self._seen:
@@ -76,6 +80,7 @@ class CopyRegion:
         rank = self._segment.rank
         self._words[self._published[rank]] = self._base
         self._words[self._consumed[rank]] = self._number
+        self._clock.restart()
 
     def close(self) -> None:
         self._segment.close()

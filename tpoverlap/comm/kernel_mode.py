@@ -164,6 +164,7 @@ class KernelRegion:
             self._words[index] = number
         # No line may hold the number of an operation that is to come.
         self._words[self._lines] = memoryview(array("I", [number]) * (self._lines.stop - self._lines.start))
+        self._clock.restart()
 
     def close(self) -> None:
         self._segment.close()

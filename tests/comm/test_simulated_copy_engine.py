@@ -1,0 +1,305 @@
+"""The copy engines' code on simulated GPUs: what it computes in whatever order streams get on, and how it fails.
+
+The protocol is explored as a model in test_protocol_explored.py; here runs the code that issues it.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from rank_harness import run_ranks, say, start_ranks
+from simulated_gpu import SimulatedGpu
+
+from tpoverlap.comm import GroupCoordinator
+from tpoverlap.comm.captured import CapturedCopyEngineProvider
+from tpoverlap.comm.copy_engine import CopyEngineProvider
+from tpoverlap.cuda.streams import StreamCalls
+from tpoverlap.errors import CollectiveAbortedError, CollectiveTimeoutError, PeerLostError, UnsupportedError
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+# A slot of so few bytes makes several operations of one payload.
+SLOT = 64 << 10
+
+
+def inputs(seed: int, count: int, shape: tuple[int, ...], dtype: torch.dtype) -> list[torch.Tensor]:
+    """Every rank's input, the same on all ranks."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator).to(dtype) for _ in range(count)]
+
+
+def expected_sum(parts: list[torch.Tensor]) -> torch.Tensor:
+    if len(parts) == 2:
+        return parts[0] + parts[1]
+    total = parts[0].float()
+    for part in parts[1:]:
+        total = total + part.float()
+    return total.to(parts[0].dtype)
+
+
+def _shape(rng: random.Random) -> tuple[int, ...]:
+    largest = rng.choice([1, 10, 1000, SLOT // 2, 3 * SLOT // 2])
+    return (rng.randint(1, max(1, largest // 8)), rng.choice([1, 3, 8]))
+
+
+def _calls(rank: int, seed: int, count: int) -> dict[str, int]:
+    """Random collectives one after the other, on random streams, with inputs that change right behind them."""
+    gpu = SimulatedGpu(seed + 1000 * rank)
+    n, rng = dist.get_world_size(), random.Random(seed)
+    group = gpu.group(copy_engine_max_bytes=SLOT)
+    streams = [gpu.default, gpu.new_stream()]
+    results: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for k in range(count):
+        dtype, shape = rng.choice(DTYPES), _shape(rng)
+        operation = rng.choice(["in place", "out", "new", "strided", "sum2", "gather", "scatter"])
+        parts = inputs(seed + k, n, shape if operation != "scatter" else (shape[0] * n, shape[1]), dtype)
+        gpu.current = rng.choice(streams)
+        with gpu.computing():
+            x = parts[rank] * 1.0  # made on the stream
+            if operation == "in place":
+                result, expected = group.all_reduce(x, out=x), expected_sum(parts)
+            elif operation == "out":
+                result, expected = group.all_reduce(x, out=torch.empty_like(x)), expected_sum(parts)
+            elif operation == "new":
+                result, expected = group.all_reduce(x), expected_sum(parts)
+            elif operation == "strided":
+                wide = torch.empty((shape[0], 2 * shape[1]), dtype=dtype)[:, ::2]
+                wide.copy_(x)
+                x, (result, expected) = wide, (group.all_reduce(wide), expected_sum(parts))
+            elif operation == "sum2":
+                result, expected = group.all_reduce_sum2(x, x), expected_sum([p + p for p in parts])
+            elif operation == "gather":
+                result, expected = group.all_gather(x, 0), torch.cat(parts)
+            else:
+                result, expected = group.reduce_scatter(x, 0), expected_sum(parts).chunk(n)[rank]
+            result = result * 1.0
+            if operation != "in place":
+                x.zero_()
+        results.append((result, expected))
+        if k % 10 == 9:
+            torch.cuda.synchronize()
+            for at, (got, wanted) in enumerate(results):
+                assert torch.equal(got, wanted), f"call {k - 9 + at} of seed {seed}"
+            results.clear()
+    served = group.served
+    group.destroy()
+    return served
+
+
+@pytest.mark.parametrize(("n", "count"), [(2, 200), (3, 80), (4, 50)])
+def test_sums_are_right_in_whatever_order_streams_get_on(n: int, count: int) -> None:
+    for served in run_ranks(_calls, n, 11 * n, count, timeout_s=100):
+        assert served == {"copy_engine": count}
+
+
+def _replays(rank: int, seed: int) -> None:
+    gpu = SimulatedGpu(seed + 1000 * rank)
+    n = dist.get_world_size()
+    group = gpu.group(copy_engine_max_bytes=SLOT)
+    captured = next(p for p in group._providers if isinstance(p, CapturedCopyEngineProvider))
+    for k in range(40):
+        parts = inputs(seed + k, n, (1 + 701 * k % 20_000,), torch.bfloat16)
+        with gpu.computing():
+            x = parts[rank] * 1.0
+            if k % 3:
+                result = torch.empty_like(x)
+                captured.all_reduce(x, result)
+            else:
+                result = group.all_reduce(x)
+            x.zero_()
+        torch.cuda.synchronize()
+        assert torch.equal(result, expected_sum(parts)), k
+    group.destroy()
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_a_captured_calls_operations_give_the_sum_each_time_they_run(n: int) -> None:
+    """A replay issues the same words and copies again, which is what a call outside of a graph does here."""
+    run_ranks(_replays, n, 5)
+
+
+# What the simulation would show
+
+
+def _without_order_at_the_start(calls: StreamCalls, after: Any, event: Any, before: Any) -> None:
+    if before == 0 or after != 0:  # up behind down
+        return
+    _order(calls, after, event, before)
+
+
+def _without_order_at_the_end(calls: StreamCalls, after: Any, event: Any, before: Any) -> None:
+    if after == 0:  # down behind up
+        return
+    _order(calls, after, event, before)
+
+
+def _without_a_wait(calls: StreamCalls, stream: Any, address: Any, value: int) -> None:
+    pass
+
+
+def _early_flags(
+    calls: StreamCalls, stream: Any, device: int, host: int, pieces: Any, counter: int, count: int
+) -> None:
+    for at, (offset, num_bytes) in enumerate(pieces):
+        calls.write(stream, counter, count + at + 1)
+        calls.to_host(host + offset, device + offset, num_bytes, stream)
+
+
+_order = StreamCalls.order
+PLANTED: dict[str, tuple[str, Callable[..., None]]] = {
+    "uploads begin before the input is there": ("order", _without_order_at_the_start),
+    "the input changes before it has been uploaded": ("order", _without_order_at_the_end),
+    "slots are written again before they were read": ("wait_at_least", _without_a_wait),
+    "pieces are announced before they are there": ("upload", _early_flags),
+}
+
+
+def _with_a_fault(rank: int, fault: str) -> bool:
+    """Whether any of many calls went wrong."""
+    gpu = SimulatedGpu(rank, pause_s=2e-3)
+    group = gpu.group(copy_engine_max_bytes=SLOT)
+    name, function = PLANTED[fault]
+    setattr(StreamCalls, name, function)
+    wrong = False
+    for k in range(30):
+        # Larger than all slots together: between two calls the ranks keep step, so that no slot is in danger there.
+        rounds = [inputs(10 * k + i, 2, (2 * SLOT,), torch.float32) for i in range(3)]
+        with gpu.computing():
+            results = []
+            for parts in rounds:
+                x = parts[rank] * 1.0
+                results.append(group.all_reduce(x))
+                x.zero_()
+        torch.cuda.synchronize()
+        wrong |= not all(torch.equal(r, expected_sum(p)) for r, p in zip(results, rounds, strict=True))
+        seen = torch.tensor([int(wrong)])
+        dist.all_reduce(seen)
+        if seen.item():
+            break
+    group.destroy()
+    return bool(seen.item())
+
+
+@pytest.mark.parametrize("fault", PLANTED)
+def test_faults_in_the_order_are_seen(fault: str) -> None:
+    assert all(run_ranks(_with_a_fault, 2, fault))
+
+
+# Failures
+
+
+def _works_again(gpu: SimulatedGpu, group: GroupCoordinator) -> None:
+    parts = inputs(3, 2, (5000,), torch.float32)
+    with gpu.computing():
+        result = group.all_reduce(parts[group.rank_in_group] * 1.0)
+    torch.cuda.synchronize()
+    group.check()
+    assert torch.equal(result, expected_sum(parts))
+
+
+def _check_until_it_fails(group: GroupCoordinator) -> None:
+    while True:
+        time.sleep(0.01)
+        group.check()
+
+
+def _waits_for_a_dead_peer(rank: int) -> None:
+    gpu = SimulatedGpu(rank)
+    group = gpu.group()
+    _works_again(gpu, group)
+    say()
+    if rank == 1:
+        time.sleep(60)
+    with gpu.computing():
+        x = torch.ones(5000)
+        for _ in range(200):
+            x = group.all_reduce(x)
+    with pytest.raises(PeerLostError, match="rank 1 died"):
+        _check_until_it_fails(group)
+    torch.cuda.synchronize()  # nothing waits any more
+    with pytest.raises(PeerLostError):
+        group.reset()
+    group.destroy()
+
+
+def test_a_dead_peer_releases_the_streams() -> None:
+    ranks = start_ranks(_waits_for_a_dead_peer, 2)
+    ranks.wait_for(0)
+    ranks.wait_for(1)
+    time.sleep(0.3)
+    os.kill(ranks.pid(1), signal.SIGKILL)
+    results = ranks.join()
+    assert results[0].exit_code == 0, results[0].trace
+
+
+def _aborted_and_late(rank: int) -> None:
+    gpu = SimulatedGpu(rank)
+    group = gpu.group(timeout_s=1.0)
+    for fault in range(4):
+        _works_again(gpu, group)
+        dist.barrier()
+        expected = CollectiveTimeoutError if fault % 2 else CollectiveAbortedError
+        if rank == 0:
+            with gpu.computing():
+                for _ in range(20):
+                    group.all_reduce(torch.ones(5000))
+        elif fault % 2 == 0:
+            time.sleep(0.2)
+            group.abort("on purpose")
+        with pytest.raises(expected):
+            _check_until_it_fails(group)
+        torch.cuda.synchronize()
+        group.reset()
+    _works_again(gpu, group)
+    group.destroy()
+
+
+def test_abort_and_timeout_release_the_streams_and_reset_mends_them() -> None:
+    """An abort right after a timeout, too: what the device waits for then looks as it did, and is not late again."""
+    run_ranks(_aborted_and_late, 2)
+
+
+# What a call costs the host
+
+
+def _driver_calls(rank: int, num_bytes: int) -> int:
+    gpu = SimulatedGpu(rank, pause_s=0)
+    group = gpu.group()
+    x = torch.zeros(num_bytes // 4)
+    with gpu.computing():
+        group.all_reduce(x)
+        before = sum(gpu.calls.values())
+        group.all_reduce(x)
+        calls = sum(gpu.calls.values()) - before
+    torch.cuda.synchronize()
+    group.destroy()
+    return calls
+
+
+@pytest.mark.parametrize(("num_bytes", "pieces"), [(1 << 20, 1), (8_192_000, 3), (16 << 20, 4)])
+def test_a_call_makes_no_more_calls_of_the_driver_than_it_needs(num_bytes: int, pieces: int) -> None:
+    """A piece: two copies, a write and a wait. Around them: two orders of two calls, a wait and a write."""
+    assert set(run_ranks(_driver_calls, 2, num_bytes)) == {4 * pieces + 6}
+
+
+def _on_another_device(rank: int) -> None:
+    gpu = SimulatedGpu(rank)
+    group = gpu.group()
+    torch.cuda.current_device = lambda: 1
+    with pytest.raises(UnsupportedError, match="current device is cuda:1, this group's is cuda:0"):
+        group.all_reduce(torch.ones(5))
+    torch.cuda.current_device = lambda: 0
+    assert isinstance(group._choose("all_reduce", torch.ones(5)), CopyEngineProvider)
+    _works_again(gpu, group)
+    group.destroy()
+
+
+def test_a_call_with_another_current_device_is_refused_and_leaves_the_group_usable() -> None:
+    run_ranks(_on_another_device, 2)
