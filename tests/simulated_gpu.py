@@ -26,7 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves
 
 from tpoverlap.comm import GroupCoordinator, coordinator
 from tpoverlap.comm.provider import Call
@@ -320,7 +320,7 @@ class SimulatedGpu:
         cuda.device_count = lambda: 1
         cuda.is_initialized = lambda: True
         cuda.is_current_stream_capturing = lambda: False
-        cuda.get_device_properties = lambda device: SimpleNamespace(uuid="simulated", pci_bus_id=0)
+        cuda.get_device_properties = lambda device: SimpleNamespace(uuid="simulated")
         cuda._get_device_index = lambda device, optional=False: 0
         torch._C._cuda_getCurrentRawStream = lambda ordinal: gpu.current.handle
 
@@ -340,32 +340,30 @@ class _OnCurrentStream(TorchDispatchMode):
         kwargs = kwargs or {}
         schema, stream = func._schema, self._gpu.current
         written = [a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
-        if not written and any(a.alias_info is not None for a in schema.arguments):
-            return func(*args, **kwargs)
-        if "empty" in schema.name:
-            return self._gpu.hold(func(*args, **kwargs))
         if written:
             named = dict(zip((a.name for a in schema.arguments), args, strict=False)) | kwargs
             stream.put(lambda: func(*args, **kwargs))
             results = [named[name] for name in written]
             return results[0] if len(schema.returns) == 1 else tuple(results)
-        if func is torch.ops.aten._local_scalar_dense.default or "nonzero" in schema.name:  # the host needs the values
-            stream.mark().wait()
+        if "nonzero" in schema.name or any("Tensor" not in str(r.type) for r in schema.returns):
+            stream.mark().wait()  # the host needs values
             return func(*args, **kwargs)
-        # For shapes alone: inputs may not be there yet.
-        result = tree_map_only(torch.Tensor, lambda x: self._gpu.hold(_without_content(x)), func(*args, **kwargs))
+        # For shapes and views; what it computes is worth nothing, since inputs may not be there yet.
+        result = func(*args, **kwargs)
+        inputs = {x.untyped_storage().data_ptr() for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
+        made = [x for x in _tensors(result) if x.untyped_storage().data_ptr() not in inputs]
+        for x in made:
+            self._gpu.hold(x)
+            if x.is_floating_point():
+                x.fill_(float("nan"))
+        if made and "empty" not in schema.name:
 
-        def compute() -> None:
-            parts = func(*args, **kwargs)
-            for target, part in zip(_tensors(result), _tensors(parts), strict=True):
-                target.copy_(part)
+            def compute() -> None:
+                for target, value in zip(_tensors(result), _tensors(func(*args, **kwargs)), strict=True):
+                    target.copy_(value)
 
-        stream.put(compute)
+            stream.put(compute)
         return result
-
-
-def _without_content(x: torch.Tensor) -> torch.Tensor:
-    return x.fill_(float("nan")) if x.is_floating_point() else x
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
