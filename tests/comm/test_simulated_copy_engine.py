@@ -22,7 +22,13 @@ from tpoverlap.comm import GroupCoordinator
 from tpoverlap.comm.captured import CapturedCopyEngineProvider
 from tpoverlap.comm.copy_engine import CopyEngineProvider
 from tpoverlap.cuda.streams import StreamCalls
-from tpoverlap.errors import CollectiveAbortedError, CollectiveTimeoutError, PeerLostError, UnsupportedError
+from tpoverlap.errors import (
+    CollectiveAbortedError,
+    CollectiveMismatchError,
+    CollectiveTimeoutError,
+    PeerLostError,
+    UnsupportedError,
+)
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 # A slot of so few bytes makes several operations of one payload.
@@ -264,6 +270,29 @@ def _aborted_and_late(rank: int) -> None:
 def test_abort_and_timeout_release_the_streams_and_reset_mends_them() -> None:
     """An abort right after a timeout, too: what the device waits for then looks as it did, and is not late again."""
     run_ranks(_aborted_and_late, 2)
+
+
+def _call_and_check_until_it_fails(group: GroupCoordinator, size: int) -> None:
+    for _ in range(3):
+        group.all_reduce(torch.ones(size))
+    _check_until_it_fails(group)
+
+
+def _different_sizes(rank: int) -> None:
+    gpu = SimulatedGpu(rank)
+    group = gpu.group()
+    for size in (500, 700_000):
+        _works_again(gpu, group)
+        with gpu.computing(), pytest.raises(CollectiveMismatchError):
+            _call_and_check_until_it_fails(group, size + rank)
+        torch.cuda.synchronize()
+        group.reset()
+    _works_again(gpu, group)
+    group.destroy()
+
+
+def test_different_sizes_are_a_mismatch_on_both_ranks() -> None:
+    run_ranks(_different_sizes, 2)
 
 
 # What a call costs the host
