@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 import torch
+from strided_views import spaced
 
 from tpoverlap.attention import dsa
 
@@ -122,7 +123,10 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def check_case(case: DsaCase, device: str, *, strided: bool = False, bounds_dtype: torch.dtype = torch.int32) -> None:
-    """Compare the public functions on the device with the loops, also the bytes between a strided view's columns."""
+    """Compare the public functions on the device with the loops, also the bytes between a strided view's columns.
+
+    strided: logits, bounds and candidates all lie in every second element of larger tensors.
+    """
     rows, width = case.logits.shape
     step = 2 if strided else 1
     storage = torch.full((rows, width * step), 7.0, device=device)
@@ -130,6 +134,8 @@ def check_case(case: DsaCase, device: str, *, strided: bool = False, bounds_dtyp
     logits.copy_(case.logits)
     starts = None if case.starts is None else torch.tensor(case.starts, dtype=bounds_dtype, device=device)
     ends = torch.tensor(case.ends, dtype=bounds_dtype, device=device)
+    if strided:
+        starts, ends = None if starts is None else spaced(starts), spaced(ends)
     size, repeat = case.block_size, case.row_repeat
 
     scores = dsa.block_scores(logits, starts, ends, size, row_repeat=repeat)
@@ -149,9 +155,10 @@ def check_case(case: DsaCase, device: str, *, strided: bool = False, bounds_dtyp
     past = -(-width // size) + torch.randint(0, 3, (rows, 1), generator=g)
     pool = torch.cat([torch.tensor(want, dtype=torch.int64).view(rows, -1), torch.full((rows, 1), -1), past], dim=1)
     for use in (pool[:, :-2], pool[:, torch.randperm(pool.shape[1], generator=g)]):
-        candidates = torch.cat([use, use[:, :1]], dim=1).to(torch.int32)
+        candidates = torch.cat([use, use[:, :1]], dim=1).to(device, torch.int32)
         logits.copy_(case.logits)
-        dsa.apply_candidate_mask(logits, starts, ends, candidates.to(device), size, row_repeat=repeat)
+        given = spaced(candidates) if strided else candidates
+        dsa.apply_candidate_mask(logits, starts, ends, given, size, row_repeat=repeat)
         assert same_bits(logits.cpu(), loop_mask(case, candidates.tolist()))
         if strided:
             assert bool((storage[:, 1::2] == 7.0).all())

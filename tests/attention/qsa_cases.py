@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from strided_views import spaced
 
 from tpoverlap.attention import qsa
 
@@ -100,7 +101,9 @@ def loop_metadata(
 
 
 def check_metadata(seed: int, device: str, *, ratio: int, storage_block_size: int, ring: int, extra_work: int) -> None:
-    """Compare a random batch's metadata with the loops, into fresh tensors and into buffers with a guard behind."""
+    """Compare a random batch's metadata with the loops: into fresh tensors, and of strided inputs into buffers with a
+    guard behind.
+    """
     batch = random_batch(seed, ratio=ratio, storage_block_size=storage_block_size)
     need = qsa.k_work_capacity(batch.num_tokens, len(batch.query_lens), ratio)
     sizes = {
@@ -113,8 +116,9 @@ def check_metadata(seed: int, device: str, *, ratio: int, storage_block_size: in
     buffers = qsa.QSAMetadata.allocate(batch.num_tokens + 3, sizes["max_k_work"] + 2, device)
     for tensor in vars(buffers).values():
         tensor.fill_(77)
-    for given in (None, buffers):
-        got = qsa.build_metadata(*batch.tensors(device), num_tokens=batch.num_tokens, buffers=given, **sizes)
+    dense = batch.tensors(device)
+    for given, inputs in ((None, dense), (buffers, map(spaced, dense))):
+        got = qsa.build_metadata(*inputs, num_tokens=batch.num_tokens, buffers=given, **sizes)
         for name, value in want.items():
             assert getattr(got, name).tolist() == value, name
     for name, value in want.items():

@@ -10,6 +10,7 @@ import random
 from dataclasses import dataclass, field
 
 import torch
+from strided_views import spaced
 
 from tpoverlap.attention import qsa
 
@@ -108,12 +109,12 @@ class LayerUnderTest:
             qsa.canonical_rope_positions(axes.t()).to(device),
             self.state,
             self.compressed,
-            query_start_loc=starts,
-            seq_lens=lens,
+            query_start_loc=spaced(starts),
+            seq_lens=spaced(lens),
             state_block_table=state_table,
-            state_slots=ring.slot_mapping,
-            compressed_slots=batch.tensors.slot_mapping,
-            k_work=batch.tensors.k_work,
+            state_slots=spaced(ring.slot_mapping),
+            compressed_slots=spaced(batch.tensors.slot_mapping),
+            k_work=spaced(batch.tensors.k_work),
             transform=self.transform,
         )
         dtype = torch.float16 if self.device == "cpu" and self.compressed.dtype != torch.bfloat16 else torch.bfloat16

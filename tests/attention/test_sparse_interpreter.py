@@ -16,6 +16,7 @@ import torch
 from dsa_cases import check_case, random_case
 from qsa_cases import check_metadata, exact_scores, loop_select, score_words, select_case
 from qsa_layer import run_layer
+from strided_views import spaced
 from topk_cases import check_topk
 
 from tpoverlap.attention import qsa
@@ -109,10 +110,14 @@ else:
     )
     def test_qsa_selection(ratio, top_k, segments):
         case = select_case(9, [3, 2, 1], [150, 40, 77], ratio=ratio, holes=ratio == 3, padding=1)
-        got = qsa.select_tokens(
-            *case.args("cpu"), compress_ratio=ratio, top_k=top_k, request_segments=segments, workspace_bytes=40_000
-        )
-        assert got.tolist() == loop_select(case, top_k)
+        q, keys, *indices = case.args("cpu")
+        settings = {"compress_ratio": ratio, "top_k": top_k, "request_segments": segments, "workspace_bytes": 40_000}
+        want = loop_select(case, top_k)
+        assert qsa.select_tokens(q, keys, *indices, **settings).tolist() == want
+        columns_first = torch.empty(len(want[0]), len(want), dtype=torch.int32).t()
+        got = qsa.select_tokens(q, keys, *map(spaced, indices), **settings, out=columns_first)
+        assert got is columns_first
+        assert got.tolist() == want
 
     @pytest.mark.parametrize(("cache_positions", "cache_dtype"), [(True, "auto"), (False, "fp8")])
     def test_qsa_layer(cache_positions, cache_dtype):

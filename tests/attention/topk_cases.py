@@ -6,6 +6,7 @@ import math
 from typing import Literal
 
 import torch
+from strided_views import spaced
 
 from tpoverlap.attention.topk import topk_indices
 
@@ -63,9 +64,12 @@ def check_topk(
     )
     scores = scores.masked_fill(torch.arange(width) >= lengths.unsqueeze(1), math.nan)
     out = torch.full((rows, k), 99, dtype=torch.int32, device=device)
-    got = topk_indices(scores.to(device), lengths.int().to(device), k, order=order, skip_neg_inf=skip_neg_inf, out=out)
     want = [
         loop_topk(row, length, k, order, skip_neg_inf)
         for row, length in zip(scores.tolist(), lengths.tolist(), strict=True)
     ]
-    assert got.tolist() == want
+    dense = lengths.int().to(device)
+    for given in (dense, spaced(dense)):
+        got = topk_indices(scores.to(device), given, k, order=order, skip_neg_inf=skip_neg_inf, out=out)
+        assert got.tolist() == want
+        out.fill_(99)

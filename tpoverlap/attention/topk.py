@@ -64,7 +64,7 @@ def topk_indices(
     if not rows or not k:
         return out
     if triton_serves(scores) and k <= MAX_KERNEL_K:
-        _launch(scores, lengths, k, order == "score", skip_neg_inf, out)
+        _launch(scores, lengths.contiguous(), k, order == "score", skip_neg_inf, out)
     else:
         out.copy_(topk_torch(scores, lengths, k, order=order, skip_neg_inf=skip_neg_inf))
     return out
@@ -154,7 +154,8 @@ def list_candidates(
 ) -> torch.Tensor:
     """Scratch int32 [rows, plan.scratch_ints] for ``select_row``, with the list of each row that needs one.
 
-    lengths: int32 or int64 [rows], clamped to [0, width]. No launch where no row of this width needs a list.
+    lengths: int32 or int64 [rows], unit stride, clamped to [0, width]. No launch where no row of this width needs a
+    list.
     """
     from tpoverlap.attention.topk_kernels import group_maxima, list_hits
 

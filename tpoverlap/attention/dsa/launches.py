@@ -17,6 +17,12 @@ PROGRAMS = 8
 MIN_PARTS = 2
 
 
+def _unit_stride(row_starts: torch.Tensor | None, row_ends: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Starts and ends as the kernels read them; the ends stand in for starts that are not there."""
+    ends = row_ends.contiguous()
+    return (ends if row_starts is None else row_starts.contiguous()), ends
+
+
 def row_parts(rows: int, tiles: int, programs: int) -> int:
     """Programs a row: together at least ``programs`` where the width has work for them, and 2 for many rows."""
     return max(1, min(tiles, max(MIN_PARTS, -(-programs // rows))))
@@ -48,8 +54,7 @@ def block_scores(
         score_blocks[grid](
             logits,
             *logits.stride(),
-            row_ends if row_starts is None else row_starts,
-            row_ends,
+            *_unit_stride(row_starts, row_ends),
             row_repeat,
             width,
             num_blocks,
@@ -85,8 +90,7 @@ def apply_candidate_mask(
         mask_rows[(rows, parts)](
             logits,
             *logits.stride(),
-            row_ends if row_starts is None else row_starts,
-            row_ends,
+            *_unit_stride(row_starts, row_ends),
             row_repeat,
             width,
             candidates,

@@ -25,7 +25,8 @@ def update(
 ) -> None:
     if not k_work.shape[0] or not keys.shape[0]:
         return
-    half = transform.cos_sin.shape[1] // 2
+    cos_sin = transform.cos_sin if transform.cos_sin.stride(1) == 1 else transform.cos_sin.contiguous()
+    half = cos_sin.shape[1] // 2
     section = transform.mrope_section or (half, 0, 0)
     state_keys = state.key_cache.view(torch.int16)
     positions = state.rope_position_cache
@@ -47,16 +48,16 @@ def update(
             compressed_keys,
             compressed_keys.stride(0),
             compressed_keys.stride(1),
-            query_start_loc,
-            seq_lens,
+            query_start_loc.contiguous(),
+            seq_lens.contiguous(),
             state_block_table,
             state_block_table.stride(0),
-            state_slots,
-            compressed_slots,
-            k_work,
-            transform.norm_weight,
-            transform.cos_sin,
-            transform.cos_sin.stride(0),
+            state_slots.contiguous(),
+            compressed_slots.contiguous(),
+            k_work.contiguous(),
+            transform.norm_weight.contiguous(),
+            cos_sin,
+            cos_sin.stride(0),
             transform.eps,
             HEAD=state.head_size,
             HEAD_PADDED=1 << (state.head_size - 1).bit_length(),

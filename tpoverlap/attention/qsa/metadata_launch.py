@@ -31,8 +31,8 @@ def build(
     pdl = dependent_launch(query_start_loc)
     with on_device_of(query_start_loc):
         build_tiles[(token_tiles + work_tiles,)](
-            query_start_loc,
-            seq_lens,
+            query_start_loc.contiguous(),
+            seq_lens.contiguous(),
             slot_mapping,
             slot_mapping.stride(0),
             block_table,

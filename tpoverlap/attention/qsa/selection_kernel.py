@@ -48,7 +48,7 @@ def select_positions(
     out += row * out_row_stride
     inner = tl.arange(0, RATIO_PADDED)
     token = blocks[:, None] * ratio + inner[None, :]
-    at = place[:, None] * ratio + inner[None, :]
+    at = (place[:, None] * ratio + inner[None, :]).to(tl.int64)
     tl.store(out + at * out_stride, token, mask=(place < count)[:, None] & (inner < ratio)[None, :])
     # Behind the listed blocks, up to `size`: the open tail, then -1.
     size = top_k * ratio + ratio - 1
@@ -56,4 +56,5 @@ def select_positions(
     for first in range(count * ratio, size, K_PADDED):
         tail = tail_start + first - count * ratio + place
         kept = (position >= 0) & (tail <= position) & (tail < length)
-        tl.store(out + (first + place) * out_stride, tl.where(kept, tail, -1).to(tl.int32), mask=first + place < size)
+        column = (first + place).to(tl.int64)
+        tl.store(out + column * out_stride, tl.where(kept, tail, -1).to(tl.int32), mask=column < size)

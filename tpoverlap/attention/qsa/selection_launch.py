@@ -22,6 +22,8 @@ def select(
     if not seq_lens.numel():
         out.fill_(-1)
         return
+    # The kernels read what they have one of for each row with unit stride.
+    visible_blocks = visible_blocks.contiguous()
     rows, columns = scores.shape
     plan = select_plan(top_k)
     scratch = list_candidates(scores, visible_blocks, top_k, plan, skip_neg_inf=False)
@@ -29,9 +31,9 @@ def select(
         select_positions[(rows,)](
             scores,
             scores.stride(0),
-            token_to_req,
-            logical_positions,
-            seq_lens,
+            token_to_req.contiguous(),
+            logical_positions.contiguous(),
+            seq_lens.contiguous(),
             visible_blocks,
             columns,
             top_k,
