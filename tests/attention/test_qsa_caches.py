@@ -70,6 +70,23 @@ def test_cache_dtypes(cache_dtype):
     assert qsa.KeyStateCache(128, 4, 16, cache_dtype=cache_dtype).dtype == torch.bfloat16
 
 
+def test_a_refused_storage_leaves_the_one_that_was_bound():
+    cache = qsa.KeyStateCache(128, 4, 16, cache_rope_positions=True)
+    shape = cache.storage_shape(3)
+    storage = torch.zeros(shape, dtype=torch.bfloat16)
+    cache.bind(storage)
+    odd_rows = torch.zeros(*shape[:3], shape[3] + 1, dtype=torch.bfloat16)[..., :-1]
+    with pytest.raises(ValueError, match=r"rows are aligned to 8 bytes, got strides \(564, 564, 141, 1\)"):
+        cache.bind(odd_rows)
+    spaced_rows = torch.zeros(*shape[:3], 2 * shape[3], dtype=torch.bfloat16)[..., ::2]
+    with pytest.raises(ValueError, match="with contiguous rows, got strides"):
+        cache.bind(spaced_rows)
+    assert cache.key_cache.data_ptr() == storage.data_ptr()
+    plain = qsa.KeyStateCache(128, 4, 16)
+    plain.bind(odd_rows[..., :128])
+    assert plain.key_cache.shape == (3, 4, 128)
+
+
 def bind(cache, shape, dtype=torch.bfloat16):
     cache.bind(torch.zeros(shape, dtype=dtype))
 
@@ -105,6 +122,11 @@ def bind(cache, shape, dtype=torch.bfloat16):
             lambda: qsa.CompressedKeyCache(128, 4, 16, layer_name="a", layers={"a": None}),
             ValueError,
             "layer name 'a' is taken",
+        ),
+        (
+            lambda: qsa.CompressedKeyCache(128, 4, 16, layer_name="a"),
+            ValueError,
+            "layer_name and layers together",
         ),
         (
             lambda: bind(qsa.CompressedKeyCache(128, 4, 16), (3, 1, 4, 64)),
@@ -143,6 +165,8 @@ def test_compress_keys_by_the_definition():
                 other = normed[d + 4] * -1 if d < 4 else normed[d - 4]
                 want = float(normed[d] * cos + other * sin)
             assert abs(float(got[group, d]) - want) <= 2**-8 * abs(want) + 1e-6
+    for empty in (axes[:0], axes[:0, 0]):
+        assert qsa.compress_keys(raw[:0], empty, transform).shape == (0, 16)
     one = qsa.KeyTransform(weight, transform.cos_sin)
     same = axes[:, :1].expand(5, 3)
     assert torch.equal(qsa.compress_keys(raw, axes[:, 0], one), qsa.compress_keys(raw, same, transform))
@@ -152,7 +176,8 @@ def test_compress_keys_by_the_definition():
     ("call", "message"),
     [
         (lambda: qsa.KeyTransform(torch.zeros(1, 8), torch.zeros(4, 4)), r"norm_weight must be \[head_size\]"),
-        (lambda: qsa.KeyTransform(torch.zeros(8), torch.zeros(4, 10)), r"even rotary_dim of at most 8, got \[4, 10\]"),
+        (lambda: qsa.KeyTransform(torch.zeros(8), torch.zeros(4, 10)), r"even rotary_dim from 2 to 8, got \[4, 10\]"),
+        (lambda: qsa.KeyTransform(torch.zeros(8), torch.zeros(4, 0)), r"even rotary_dim from 2 to 8, got \[4, 0\]"),
         (lambda: qsa.KeyTransform(torch.zeros(8), torch.zeros(4, 4), mrope_section=(1, 1, 1)), "sum to rotary_dim / 2"),
         (
             lambda: qsa.compress_keys(
@@ -171,6 +196,51 @@ def test_compress_keys_by_the_definition():
 def test_compression_checks_its_arguments(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+GOOD_UPDATE = {
+    "keys": torch.ones(3, 16, dtype=torch.bfloat16),
+    "rope_positions": torch.zeros(3, 1, 3, dtype=torch.int64),
+    "state": qsa.KeyStateCache(16, 4, 16),
+    "compressed": qsa.CompressedKeyCache(16, 4, 16),
+    "query_start_loc": torch.tensor([0, 3], dtype=torch.int32),
+    "seq_lens": torch.tensor([3], dtype=torch.int32),
+    "state_block_table": torch.zeros(1, 1, dtype=torch.int32),
+    "state_slots": torch.arange(3),
+    "compressed_slots": torch.full((3,), -1),
+    "k_work": torch.zeros(1, 2, dtype=torch.int32),
+    "transform": qsa.KeyTransform(torch.zeros(16), torch.zeros(4, 4)),
+}
+for cache in (GOOD_UPDATE["state"], GOOD_UPDATE["compressed"]):
+    cache.bind(torch.zeros(cache.storage_shape(2), dtype=torch.bfloat16))
+
+
+def test_a_batch_that_completes_no_group_keeps_its_raw_keys():
+    qsa.update_key_caches(**GOOD_UPDATE)
+    assert GOOD_UPDATE["state"].key_cache[0].tolist() == [[1.0] * 16] * 3 + [[0.0] * 16]
+    assert not GOOD_UPDATE["compressed"].storage.any()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"keys": torch.zeros(3, 16)}, r"keys must be bfloat16 \[tokens, 16\]"),
+        ({"rope_positions": torch.zeros(3, 3, dtype=torch.int64)}, r"rope_positions must be int64 \[3, 1, 3\]"),
+        ({"compressed": qsa.CompressedKeyCache(16, 2, 16)}, "the caches belong to different layers"),
+        ({"compressed": qsa.CompressedKeyCache(16, 4, 16)}, "CompressedKeyCache has no storage"),
+        ({"query_start_loc": torch.zeros(3, dtype=torch.int32)}, r"query_start_loc must be \[requests \+ 1\]"),
+        ({"seq_lens": torch.zeros(1, dtype=torch.int64)}, "seq_lens must be int32"),
+        ({"state_block_table": torch.zeros(2, 1, dtype=torch.int32)}, r"state_block_table must be \[1, any\]"),
+        ({"state_block_table": torch.zeros(1, 0, dtype=torch.int32)}, r"state_block_table must be \[1, at least 1\]"),
+        ({"state_slots": torch.zeros(2, dtype=torch.int64)}, r"state_slots must be int64 \[3\]"),
+        ({"k_work": torch.zeros(2, dtype=torch.int32)}, r"k_work must be int32 \[items, 2\]"),
+        ({"k_work": torch.zeros(1, 2, dtype=torch.int32, device="meta")}, "k_work must be on the device of keys"),
+        ({"transform": qsa.KeyTransform(torch.zeros(8), torch.zeros(4, 4))}, r"norm_weight must be \[16\]"),
+    ],
+)
+def test_update_checks_its_arguments(change, message):
+    with pytest.raises(ValueError, match=message):
+        qsa.update_key_caches(**(GOOD_UPDATE | change))
 
 
 def builder(**options):
@@ -220,6 +290,7 @@ def test_builder_splits_the_batch(query_lens, want):
         ([9, 1], {}, "decodes .* must come first: request 1 with 1 tokens follows a prefill"),
         ([1, 2, 9], {}, r"one common number of tokens above 0, got \[1, 2\]"),
         ([0, 2], {}, r"one common number of tokens above 0, got \[0, 2\]"),
+        ([-1, 2], {}, r"query_lens must be at least 0, got \[-1, 2\]"),
         ([9, 9, 9, 9], {}, "holds 32 tokens and 6 requests, got 36 tokens"),
         ([1] * 7, {}, "got 7 tokens .* and 7 requests"),
         ([3, 3], {"num_tokens": 5}, r"got 5 tokens \(6 in queries\)"),
@@ -231,8 +302,12 @@ def test_builder_refuses_other_batches(query_lens, options, message):
 
 
 def test_builder_checks_its_sizes():
-    with pytest.raises(ValueError, match="max_tokens must be an int of at least 1"):
-        qsa.QSAMetadataBuilder(0, 1, storage_block_size=4, compress_ratio=4)
+    sizes = {"max_tokens": 8, "max_requests": 2, "storage_block_size": 4, "compress_ratio": 4}
+    for name, value in (("max_tokens", 0), ("max_requests", 0), ("storage_block_size", 0), ("compress_ratio", 1.0)):
+        with pytest.raises(ValueError, match=f"{name} must be an int of at least 1, got {value}"):
+            qsa.QSAMetadataBuilder(**sizes | {name: value})
+    with pytest.raises(ValueError, match="circular_buffer_size must be an int of at least 0, got -1"):
+        qsa.QSAMetadataBuilder(**sizes, circular_buffer_size=-1)
     empty = torch.zeros(2, dtype=torch.int32)
     with pytest.raises(ValueError, match="query_lens, host_seq_lens and seq_lens must be one a request"):
         builder().build(empty, empty[:1], empty.long(), empty.view(1, 2), query_lens=[1], host_seq_lens=[])

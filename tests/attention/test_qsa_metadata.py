@@ -154,6 +154,10 @@ def test_wrong_arguments_say_what_is_expected(change, message):
             "out must be int64",
         ),
         (
+            lambda r, p, t: qsa.circular_slot_mapping(r, p, t, 4, query_start_loc=torch.zeros(2, dtype=I32)),
+            r"query_start_loc must be int32 \[3\], one entry more than block_table has rows",
+        ),
+        (
             lambda r, p, t: qsa.compressed_slot_mapping(r, p, p[:1], t, storage_block_size=4, compress_ratio=4),
             "slot_mapping must be int64",
         ),

@@ -52,7 +52,9 @@ class QSAMetadataBuilder:
         for name, value, low in (
             ("max_tokens", max_tokens, 1),
             ("max_requests", max_requests, 1),
+            ("storage_block_size", storage_block_size, 1),
             ("compress_ratio", compress_ratio, 1),
+            ("circular_buffer_size", circular_buffer_size, 0),
             ("num_speculative_tokens", num_speculative_tokens, 0),
         ):
             if not isinstance(value, int) or isinstance(value, bool) or value < low:
@@ -91,6 +93,8 @@ class QSAMetadataBuilder:
                 f"query_lens, host_seq_lens and seq_lens must be one a request, "
                 f"got {requests}, {len(host_seq_lens)} and {list(seq_lens.shape)}"
             )
+        if min(query_lens, default=0) < 0:
+            raise ValueError(f"query_lens must be at least 0, got {list(query_lens)}")
         total = sum(query_lens)
         tokens = total if num_tokens is None else num_tokens
         if not total <= tokens <= self.max_tokens or requests > self.max_requests:

@@ -60,6 +60,8 @@ class _SideCache:
         self._storage: torch.Tensor | None = None
 
     def _register(self, layer_name: str | None, layers: dict[str, Any] | None) -> None:
+        if (layer_name is None) != (layers is None):
+            raise ValueError("give layer_name and layers together, or neither")
         if layer_name is None or layers is None:
             return
         if layer_name in layers:
@@ -71,7 +73,11 @@ class _SideCache:
         return num_blocks, 1, self.rows, self.width
 
     def bind(self, storage: torch.Tensor) -> None:
-        """Take a storage [blocks, 1, rows, width]; raises ValueError for another shape or dtype."""
+        """Take a storage [blocks, 1, rows, width]; raises ValueError, and keeps what it had, for another one."""
+        self._check_storage(storage)
+        self._storage = storage.transpose(1, 2)
+
+    def _check_storage(self, storage: torch.Tensor) -> None:
         wanted = f"[blocks, 1, {self.rows}, {self.width}] of {self.dtype}"
         if storage.dim() != 4 or tuple(storage.shape[1:]) != (1, self.rows, self.width) or storage.dtype != self.dtype:
             raise ValueError(
@@ -81,7 +87,6 @@ class _SideCache:
             raise ValueError(
                 f"{type(self).__name__} takes a storage {wanted} with contiguous rows, got strides {storage.stride()}"
             )
-        self._storage = storage.transpose(1, 2)
 
     def unbind(self) -> None:
         """Forget the storage."""
@@ -125,8 +130,8 @@ class KeyStateCache(_SideCache):
         decode_context_parallel_size: int = 1,
     ) -> None:
         super().__init__(head_size, compress_ratio, block_size, cache_dtype, decode_context_parallel_size)
-        if num_speculative_tokens < 0:
-            raise ValueError(f"num_speculative_tokens must be at least 0, got {num_speculative_tokens}")
+        if not isinstance(num_speculative_tokens, int) or num_speculative_tokens < 0:
+            raise ValueError(f"num_speculative_tokens must be an int of at least 0, got {num_speculative_tokens!r}")
         self.capacity = compress_ratio * -(-(compress_ratio + num_speculative_tokens) // compress_ratio)
         if block_size % self.capacity:
             raise ValueError(
@@ -140,11 +145,10 @@ class KeyStateCache(_SideCache):
             self.width = self.position_offset + POSITION_AXES * _ELEMENTS_PER_POSITION
         self._register(layer_name, layers)
 
-    def bind(self, storage: torch.Tensor) -> None:
-        super().bind(storage)
+    def _check_storage(self, storage: torch.Tensor) -> None:
+        super()._check_storage(storage)
         aligned = storage.data_ptr() % 8 == 0 and all(s % _ELEMENTS_PER_POSITION == 0 for s in storage.stride()[:3])
         if self.position_offset is not None and not aligned:
-            self.unbind()
             raise ValueError(
                 f"KeyStateCache with positions takes a storage whose rows are aligned to 8 bytes, "
                 f"got strides {storage.stride()} of 2-byte elements"

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from tpoverlap.attention.qsa.caches import POSITION_AXES, CompressedKeyCache, KeyStateCache
+from tpoverlap.attention.qsa.metadata import check_batch
 from tpoverlap.attention.triton_dispatch import triton_serves
 
 E4M3_MAX = 448.0
@@ -17,7 +18,7 @@ class KeyTransform:
     """How a mean of raw keys becomes a compressed key.
 
     norm_weight: [head_size], of an RMSNorm that multiplies by weight + 1. cos_sin: [positions, rotary_dim], cosines
-    then sines of each position's rotary_dim / 2 frequencies; rotary_dim is even and at most head_size, dimensions
+    then sines of each position's rotary_dim / 2 frequencies; rotary_dim is even, from 2 to head_size, and dimensions
     behind it pass unrotated. eps: of the norm. mrope_section: how many frequencies follow each of the three position
     axes, in order; None: all follow the first.
     """
@@ -30,13 +31,16 @@ class KeyTransform:
     def __post_init__(self) -> None:
         if self.norm_weight.dim() != 1:
             raise ValueError(f"norm_weight must be [head_size], got {list(self.norm_weight.shape)}")
-        if self.cos_sin.dim() != 2 or self.cos_sin.shape[1] % 2 or self.cos_sin.shape[1] > self.norm_weight.shape[0]:
+        head_size = self.norm_weight.shape[0]
+        if self.cos_sin.dim() != 2 or self.cos_sin.shape[1] not in range(2, head_size + 1, 2):
             raise ValueError(
-                f"cos_sin must be [positions, rotary_dim] with an even rotary_dim of at most "
-                f"{self.norm_weight.shape[0]}, got {list(self.cos_sin.shape)}"
+                f"cos_sin must be [positions, rotary_dim] with an even rotary_dim from 2 to {head_size}, "
+                f"got {list(self.cos_sin.shape)}"
             )
         section = self.mrope_section
-        if section is not None and (len(section) != POSITION_AXES or sum(section) != self.cos_sin.shape[1] // 2):
+        if section is not None and (
+            len(section) != POSITION_AXES or min(section) < 0 or sum(section) != self.cos_sin.shape[1] // 2
+        ):
             raise ValueError(
                 f"mrope_section must be {POSITION_AXES} counts that sum to rotary_dim / 2 = "
                 f"{self.cos_sin.shape[1] // 2}, got {section}"
@@ -66,7 +70,8 @@ def compress_keys(raw_keys: torch.Tensor, first_positions: torch.Tensor, transfo
     key = (mean * scale * (transform.norm_weight.float() + 1)).bfloat16().float()
 
     half = transform.cos_sin.shape[1] // 2
-    axes = first_positions.long().view(groups, -1).expand(groups, POSITION_AXES)
+    axes = first_positions.long()
+    axes = (axes.unsqueeze(1) if axes.dim() == 1 else axes).expand(groups, POSITION_AXES)
     cos_sin = transform.cos_sin.float()[axes]
     sections = transform.mrope_section or (half, 0, 0)
     axis = torch.repeat_interleave(torch.arange(POSITION_AXES), torch.tensor(sections)).to(raw_keys.device)
@@ -101,7 +106,6 @@ def update_key_caches(
     request's ring; without cached positions that position is the group's index times compress_ratio. The request's
     first work item reads the ring and then overwrites it, which is why every request with tokens has one.
     """
-    _check_update(keys, rope_positions, state, compressed, state_slots, compressed_slots, k_work, transform)
     args = (
         keys,
         rope_positions,
@@ -115,6 +119,7 @@ def update_key_caches(
         k_work,
         transform,
     )
+    _check_update(*args)
     if triton_serves(keys):
         from tpoverlap.attention.qsa import compression_launch
 
@@ -179,6 +184,9 @@ def _check_update(
     rope_positions: torch.Tensor,
     state: KeyStateCache,
     compressed: CompressedKeyCache,
+    query_start_loc: torch.Tensor,
+    seq_lens: torch.Tensor,
+    state_block_table: torch.Tensor,
     state_slots: torch.Tensor,
     compressed_slots: torch.Tensor,
     k_work: torch.Tensor,
@@ -207,3 +215,19 @@ def _check_update(
         raise ValueError(f"k_work must be int32 [items, 2], got {k_work.dtype} {list(k_work.shape)}")
     if transform.norm_weight.shape != (head_size,):
         raise ValueError(f"norm_weight must be [{head_size}], got {list(transform.norm_weight.shape)}")
+    requests = check_batch(query_start_loc, seq_lens, state_block_table, table_name="state_block_table")
+    if requests and not state_block_table.shape[1]:
+        raise ValueError(f"state_block_table must be [{requests}, at least 1], got [{requests}, 0]")
+    for name, tensor in (
+        ("rope_positions", rope_positions),
+        ("the storage of state", state.storage),
+        ("the storage of compressed", compressed.storage),
+        ("query_start_loc", query_start_loc),
+        ("state_slots", state_slots),
+        ("compressed_slots", compressed_slots),
+        ("k_work", k_work),
+        ("norm_weight", transform.norm_weight),
+        ("cos_sin", transform.cos_sin),
+    ):
+        if tensor.device != keys.device:
+            raise ValueError(f"{name} must be on the device of keys, {keys.device}, got {tensor.device}")

@@ -136,6 +136,12 @@ def circular_slot_mapping(
     if circular_buffer_size < 1:
         raise ValueError(f"circular_buffer_size must be at least 1, got {circular_buffer_size}")
     _check_tokens(token_to_req, logical_positions, block_table)
+    wanted = (block_table.shape[0] + 1,)
+    if query_start_loc is not None and (query_start_loc.shape != wanted or query_start_loc.dtype != torch.int32):
+        raise ValueError(
+            f"query_start_loc must be int32 {list(wanted)}, one entry more than block_table has rows, "
+            f"got {query_start_loc.dtype} {list(query_start_loc.shape)}"
+        )
     slots = metadata_torch.circular_slots(
         token_to_req.long(), logical_positions, block_table, circular_buffer_size, query_start_loc
     )
@@ -179,7 +185,9 @@ def canonical_rope_positions(positions: torch.Tensor) -> torch.Tensor:
     return positions.long().expand(3, -1).t().unsqueeze(1).contiguous()
 
 
-def check_batch(query_start_loc: torch.Tensor, seq_lens: torch.Tensor, block_table: torch.Tensor) -> int:
+def check_batch(
+    query_start_loc: torch.Tensor, seq_lens: torch.Tensor, block_table: torch.Tensor, *, table_name: str = "block_table"
+) -> int:
     """How many requests there are; raises ValueError unless the three fit together."""
     if seq_lens.dim() != 1 or query_start_loc.shape != (seq_lens.shape[0] + 1,):
         raise ValueError(
@@ -188,8 +196,8 @@ def check_batch(query_start_loc: torch.Tensor, seq_lens: torch.Tensor, block_tab
         )
     requests = seq_lens.shape[0]
     if block_table.dim() != 2 or block_table.shape[0] != requests:
-        raise ValueError(f"block_table must be [{requests}, any], got {list(block_table.shape)}")
-    for name, tensor in (("query_start_loc", query_start_loc), ("seq_lens", seq_lens), ("block_table", block_table)):
+        raise ValueError(f"{table_name} must be [{requests}, any], got {list(block_table.shape)}")
+    for name, tensor in (("query_start_loc", query_start_loc), ("seq_lens", seq_lens), (table_name, block_table)):
         if tensor.dtype != torch.int32:
             raise ValueError(f"{name} must be int32, got {tensor.dtype}")
         if tensor.device != query_start_loc.device:

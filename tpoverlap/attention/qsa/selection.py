@@ -69,11 +69,22 @@ def select_tokens(
     num_padding_tokens: rows at the end that are padding. The result depends on none of these, nor on workspace_bytes,
     which bounds scores and scratch of a chunk (one row is the least).
     """
-    scale = _check(q, key_cache, block_table, token_to_req, logical_positions, seq_lens, compress_ratio, top_k, scale)
+    scale = _check(
+        q,
+        key_cache,
+        block_table,
+        token_to_req,
+        logical_positions,
+        seq_lens,
+        visible_blocks,
+        compress_ratio,
+        top_k,
+        scale,
+    )
     tokens, requests = q.shape[0], block_table.shape[0]
     if (num_decodes is None) != (num_decode_tokens is None):
         raise ValueError("give num_decodes and num_decode_tokens together, or neither")
-    if request_segments not in (True, False, "auto"):
+    if not isinstance(request_segments, bool) and request_segments != "auto":
         raise ValueError(f"request_segments must be 'auto', True or False, got {request_segments!r}")
     if max_segment not in scoring.SEGMENT_LIMITS or isinstance(max_segment, bool):
         raise ValueError(f"max_segment must be one of {scoring.SEGMENT_LIMITS}, got {max_segment!r}")
@@ -87,10 +98,6 @@ def select_tokens(
     out = check_topk_output(out, tokens, top_k * compress_ratio + compress_ratio - 1, q.device)
     if visible_blocks is None:
         visible_blocks = selection_torch.visible_blocks(token_to_req, logical_positions, seq_lens, compress_ratio)
-    elif visible_blocks.shape != token_to_req.shape or visible_blocks.dtype not in scoring.INDEX_DTYPES:
-        raise ValueError(
-            f"visible_blocks must be int32 or int64 [{tokens}], got {visible_blocks.dtype} {list(visible_blocks.shape)}"
-        )
 
     columns = block_table.shape[1] * key_cache.shape[1]
     rows_per_chunk = _rows_per_chunk(workspace_bytes, columns, top_k)
@@ -199,6 +206,7 @@ def _check(
     token_to_req: torch.Tensor,
     logical_positions: torch.Tensor,
     seq_lens: torch.Tensor,
+    visible_blocks: torch.Tensor | None,
     compress_ratio: int,
     top_k: int,
     scale: float | None,
@@ -206,8 +214,9 @@ def _check(
     for name, value in (("compress_ratio", compress_ratio), ("top_k", top_k)):
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ValueError(f"{name} must be an int of at least 1, got {value!r}")
-    # The rows' counts have the shape of token_to_req.
-    scale = scoring.check_scorer(q, key_cache, block_table, token_to_req, token_to_req, scale)
+    if visible_blocks is None:
+        visible_blocks = token_to_req  # which counts made here will be like
+    scale = scoring.check_scorer(q, key_cache, block_table, token_to_req, visible_blocks, scale)
     for name, tensor, size in (
         ("logical_positions", logical_positions, q.shape[0]),
         ("seq_lens", seq_lens, block_table.shape[0]),
