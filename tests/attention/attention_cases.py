@@ -101,6 +101,26 @@ def make_case(
     )
 
 
+def without_hidden_keys(case: Case, sliding_window: int) -> Case:
+    """The same call once the keys that no row sees are gone: NaN in their places, their own blocks unmapped."""
+    block_size = case.k_cache.shape[1]
+    k_cache, v_cache, table = case.k_cache.clone(), case.v_cache.clone(), case.block_table.clone()
+    for r, keys in enumerate(case.seq_lens.tolist()):
+        tokens = int(case.cu_seqlens_q[r + 1] - case.cu_seqlens_q[r])
+        first = max(0, keys - tokens + 1 - sliding_window) if tokens else keys
+        for j in range(first):
+            for cache in (k_cache, v_cache):
+                cache[int(case.block_table[r, j // block_size]), j % block_size] = math.nan
+        table[r, : first // block_size] = torch.tensor([-1, 2**31 - 1, 10**6]).repeat(keys + 1)[: first // block_size]
+    return dataclasses.replace(case, k_cache=k_cache, v_cache=v_cache, block_table=table)
+
+
+def strided_lengths(case: Case) -> Case:
+    """The same call with lengths that are columns of wider tensors."""
+    starts, lens = (torch.stack((x, x + 10**6), 1)[:, 0] for x in (case.cu_seqlens_q, case.seq_lens))
+    return dataclasses.replace(case, cu_seqlens_q=starts, seq_lens=lens)
+
+
 def solve(
     case: Case, *, scale: float | None = None, sliding_window: int | None = None, softcap: float | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from attention_cases import Case, assert_close, make_case, solve
+from attention_cases import Case, assert_close, make_case, solve, strided_lengths, without_hidden_keys
 
 from tpoverlap.attention import allocate_kv_cache, paged_decode, paged_prefill, write_kv
 from tpoverlap.attention.triton.decode import decode_rows
@@ -57,35 +57,39 @@ def _padded(case: Case) -> tuple[torch.Tensor, ...]:
 def test_padding_rows_see_nothing():
     case = make_case(6, [(1, 9), (2, 1)], q_heads=1, kv_heads=1)
     for backend in ("triton", "triton_rows"):
-        out, lse = _run_prefill(backend, _padded(case))
+        out, lse = paged_prefill(*_padded(case), backend=backend, return_lse=True)
         assert_close((out[:3], lse[:3]), solve(case), 1e-5)
         assert (out[3:] == 0).all()
         assert (lse[3:] == -math.inf).all()
 
 
-def _run_prefill(backend: str, tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, torch.Tensor]:
-    if backend == "triton":
-        return paged_prefill(*tensors, backend=backend, return_lse=True)
-    from tpoverlap.attention.triton import rows
+@pytest.mark.parametrize(("window", "block_size"), [(1, 64), (37, 5), (37, 16)])
+def test_keys_before_every_window_may_be_gone(window, block_size):
+    shape = {"q_heads": 2, "kv_heads": 1, "block_size": block_size}
+    case = make_case(8, [(1, 100), (4, 71), (0, 40)], **shape)
+    left = without_hidden_keys(case, window)
+    for backend in ("triton", "triton_rows"):
+        got = paged_prefill(*left.prefill, backend=backend, sliding_window=window, num_splits=2, return_lse=True)
+        assert_close(got, solve(case, sliding_window=window), 1e-5)
+    case = make_case(9, [(1, 100), (1, 38)], **shape)
+    left = without_hidden_keys(case, window)
+    got = paged_decode(*left.decode, backend="triton", sliding_window=window, num_splits=2, return_lse=True)
+    assert_close(got, solve(case, sliding_window=window), 1e-5)
 
-    q = tensors[0]
-    out, lse = torch.full_like(q, math.nan), torch.full(q.shape[:2], math.nan)
-    rows.paged_prefill(
-        *tensors,
-        scale=q.shape[2] ** -0.5,
-        sliding_window=None,
-        softcap=None,
-        num_splits=None,
-        max_query_len=q.shape[0],
-        out=out,
-        lse=lse,
-    )
-    return out, lse
+
+def test_lengths_may_be_strided():
+    case = make_case(10, [(2, 40), (1, 20)], q_heads=2, kv_heads=1)
+    for backend in ("triton", "triton_rows"):
+        got = paged_prefill(*strided_lengths(case).prefill, backend=backend, num_splits=2, return_lse=True)
+        assert_close(got, solve(case), 1e-5)
+    case = make_case(11, [(1, 40), (1, 0), (1, 20)], q_heads=2, kv_heads=1)
+    got = paged_decode(*strided_lengths(case).decode, backend="triton", num_splits=2, return_lse=True)
+    assert_close(got, solve(case), 1e-5)
 
 
 def test_rows_of_the_per_row_prefill_have_the_bits_of_decode():
     case = make_case(7, [(2, 150), (1, 20)], q_heads=2, kv_heads=1, dtype=torch.float16)
-    out, lse = _run_prefill("triton_rows", case.prefill)
+    out, lse = paged_prefill(*case.prefill, backend="triton_rows", return_lse=True)
     assert_close((out, lse), solve(case), 2e-3)
     last = torch.tensor([1, 2])
     decoded = paged_decode(case.q[last], *case.decode[1:], backend="triton", return_lse=True)
@@ -148,6 +152,22 @@ def test_wrong_ids_and_lengths_read_nothing_outside():
     case.seq_lens[1] = 2**31 - 1
     bad = paged_prefill(*case.prefill, backend="triton")
     assert torch.equal(bad[:3], good[:3])
+
+
+@pytest.mark.parametrize("starts", [(0, 3, 1000), (2**31 - 1, 0, 2**31 - 1), (-7, 90, -1000)])
+def test_wrong_starts_write_nothing_outside(starts):
+    case = make_case(4, [(3, 40), (1, 20)], q_heads=2, kv_heads=1)
+    storage = torch.full((300, *case.q.shape[1:]), 7.0)
+    tensors = (*case.prefill[:4], torch.tensor(starts, dtype=torch.int32), case.seq_lens)
+    paged_prefill(*tensors, backend="triton", out=storage[148:152])
+    assert (storage[:148] == 7.0).all()
+    assert (storage[152:] == 7.0).all()
+
+
+def test_the_per_row_prefill_takes_as_many_parts_as_decode():
+    case = make_case(12, [(2, 9)])
+    with pytest.raises(ValueError, match="num_splits must be an int from 0 to 128"):
+        paged_prefill(*case.prefill, backend="triton_rows", num_splits=129)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])

@@ -8,7 +8,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from attention_cases import DATA, assert_close, make_case, solve
+from attention_cases import DATA, assert_close, make_case, solve, strided_lengths, without_hidden_keys
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -70,6 +70,21 @@ def test_long_chunk_crosses_every_block_boundary(monkeypatch):
     for window in (None, 1, 47, 48, 49, 96, 299, 1000):
         options = {"sliding_window": window, "softcap": 30.0}
         assert_close(paged_prefill(*case.prefill, return_lse=True, **options), solve(case, **options), 1e-5)
+
+
+@pytest.mark.parametrize("window", [1, 37])
+def test_keys_before_every_window_may_be_gone(window):
+    case = make_case(4, [(1, 100), (5, 71), (0, 40), (9, 9)])
+    got = paged_prefill(*without_hidden_keys(case, window).prefill, sliding_window=window, return_lse=True)
+    assert_close(got, solve(case, sliding_window=window), 1e-5)
+
+
+@pytest.mark.parametrize("requests", [[], [(0, 0)], [(0, 9), (0, 0)], [(4, 0)]])
+def test_batches_without_keys_or_tokens(requests):
+    case = strided_lengths(make_case(6, requests))
+    assert_close(paged_prefill(*case.prefill, return_lse=True), solve(case), 0.0)
+    if not requests:
+        assert paged_decode(*case.decode).shape == (0, 4, 64)
 
 
 def test_a_request_alone_has_the_same_bits():

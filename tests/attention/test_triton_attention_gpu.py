@@ -9,7 +9,7 @@ import random
 
 import pytest
 import torch
-from attention_cases import Case, assert_close, make_case
+from attention_cases import Case, assert_close, make_case, solve, strided_lengths, without_hidden_keys
 from attention_on_gpu import check, dense
 
 from tpoverlap.attention import (
@@ -72,6 +72,17 @@ def test_options_layouts_and_block_sizes(options, layout, block_size):
     single = make_case(2, [(1, n) for n in (0, 1, 31, 511, 2000)], layout=layout, device="cuda", **shape)
     for num_splits in (1, 16):
         check(single, decode(single, num_splits=num_splits, **options), **options)
+
+
+@pytest.mark.parametrize("block_size", [16, 256])
+@pytest.mark.parametrize("window", [1, 37])
+def test_keys_before_every_window_may_be_gone_and_lengths_strided(window, block_size):
+    case = make_case(1, [(1, 700), (9, 300), (0, 40)], block_size=block_size, device="cuda")
+    left = strided_lengths(without_hidden_keys(case, window))
+    assert_close(prefill(left, sliding_window=window), solve(case, sliding_window=window), 1e-5)
+    single = make_case(2, [(1, 700), (1, 38), (1, 0)], block_size=block_size, device="cuda")
+    left = strided_lengths(without_hidden_keys(single, window))
+    assert_close(decode(left, sliding_window=window), solve(single, sliding_window=window), 1e-5)
 
 
 @pytest.mark.parametrize("keys", [0, 1, 31, 32, 33, 511, 512, 513, 4097, 10000])

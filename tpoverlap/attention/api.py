@@ -86,7 +86,8 @@ def paged_prefill(
     q [tokens, q_heads, head_dim], FP16, BF16 or FP32, any strides; request r owns rows cu_seqlens_q[r] to
     cu_seqlens_q[r + 1]. k_cache, v_cache [blocks, block_size, kv_heads, head_dim] of the same dtype, any strides,
     q_heads a multiple of kv_heads. block_table int32 [requests, max_blocks]: the blocks of each request in order;
-    entries past its last key may hold anything. cu_seqlens_q int32 [requests + 1], from 0. seq_lens int32 [requests]:
+    entries of blocks whose keys no row sees, after the last key or before every window, may hold anything, and so may
+    such keys. cu_seqlens_q int32 [requests + 1], from 0. seq_lens int32 [requests]:
     keys of each request, the new tokens counted. Row i of the n of a request sees key j iff j <= seq_len - n + i
     (bottom-right aligned), and with ``sliding_window`` W only the last W of those. Rows that see no key (rows past
     cu_seqlens_q[-1] among them) give 0.
@@ -115,11 +116,12 @@ def paged_prefill(
         _request(q, k_cache, q.shape[0], sliding_window, softcap, batch_invariant, return_lse),
         vector_rows=vector_rows(k_cache) and vector_rows(v_cache),
     )
+    required = (PACKED_PREFILL,) if backend == "auto" else ()
     if max_query_len is None:
-        selection = _select_by_lengths(request, cu_seqlens_q, backend)
+        selection = _select_by_lengths(request, cu_seqlens_q, backend, required)
     else:
         request = dataclasses.replace(request, max_query_len=max_query_len)
-        selection = select_prefill_backend(request, backend=backend, required=(PACKED_PREFILL,))
+        selection = select_prefill_backend(request, backend=backend, required=required)
     selection.backend.paged_prefill(
         q,
         k_cache,
@@ -316,13 +318,14 @@ def _request(
     )
 
 
-def _select_by_lengths(most: PrefillRequest, cu_seqlens_q: torch.Tensor, backend: str) -> Selection[PrefillBackend]:
+def _select_by_lengths(
+    most: PrefillRequest, cu_seqlens_q: torch.Tensor, backend: str, required: tuple[str, ...]
+) -> Selection[PrefillBackend]:
     """Select by the most query tokens that a request brings; ``most`` holds their upper bound, all tokens.
 
     A GPU's lengths are read, which waits for the GPU, only where the bounds that shapes give would choose differently.
     Under capture the upper bound decides: a graph serves all lengths.
     """
-    required = (PACKED_PREFILL,)
     selection = select_prefill_backend(most, backend=backend, required=required)
     requests = cu_seqlens_q.shape[0] - 1
     if requests < 2 or (cu_seqlens_q.is_cuda and torch.cuda.is_current_stream_capturing()):

@@ -93,6 +93,8 @@ def decode_rows(
         return
     requests, columns = block_table.shape
     num_blocks = k_cache.shape[0]
+    seq_lens = seq_lens.contiguous()
+    cu_seqlens_q = None if cu_seqlens_q is None else cu_seqlens_q.contiguous()
     table_row, table_column = block_table.stride()
     strides = (*q.stride(), *k_cache.stride(), *v_cache.stride(), *out.stride())
     key = (

@@ -234,15 +234,16 @@ def decode_kernel(
         ids = next_ids
         next_ids = load_block_ids(table, table_column, key + BLOCK_N, end, BLOCK_SIZE, BLOCK_N)
         keys = key + tl.arange(0, BLOCK_N)
-        inside_keys = (keys < end)[:, None] & (dims < HEAD_DIM)[None, :]
+        # Hidden keys are zeros, not what a block holds or a table entry leads to: 0 times NaN would reach ``acc``.
+        visible = keys < end
+        if WINDOW:
+            visible &= keys >= length - window
+        inside_keys = visible[:, None] & (dims < HEAD_DIM)[None, :]
         k_keys = k_base + key_offsets(ids, key, num_blocks, k_block, k_row, BLOCK_SIZE, BLOCK_N)
         k = tl.load(k_keys[:, None] + dims[None, :] * k_dim, mask=inside_keys, other=0.0)
         scores = tl.dot(q_rows, tl.trans(k), input_precision="ieee")
         if SOFTCAP:
             scores = soft_capped(scores, tanh_factor)
-        visible = keys < end
-        if WINDOW:
-            visible &= keys >= length - window
         scores = tl.where(visible[None, :], scores, float("-inf"))
         weights, decay, peak, total = softmax_step(scores, multiplier, peak, total)
         v_keys = v_base + key_offsets(ids, key, num_blocks, v_block, v_row, BLOCK_SIZE, BLOCK_N)

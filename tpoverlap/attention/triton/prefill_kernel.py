@@ -23,6 +23,7 @@ def _attend(
     v_head,
     ids,
     key,
+    first,
     end,
     position,
     acc,
@@ -46,8 +47,15 @@ def _attend(
     SOFTCAP: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Attend to the keys key .. key + BLOCK_N - 1; unless MASKED all rows see all of them."""
+    """Attend to the keys key .. key + BLOCK_N - 1; unless MASKED all rows see all of them.
+
+    Some row sees the keys first .. end - 1. The others are zeros, not what a block holds or a table entry leads to:
+    0 times NaN would reach the accumulator.
+    """
     keys = key + tl.arange(0, BLOCK_N)
+    seen = keys < end
+    if WINDOW:
+        seen &= keys >= first
     dims = tl.arange(0, DIM).to(tl.int64)
     k_at = (
         k_head + key_offsets(ids, key, num_blocks, k_block, k_row, BLOCK_SIZE, BLOCK_N)[:, None] + dims[None, :] * k_dim
@@ -55,9 +63,8 @@ def _attend(
     v_at = (
         v_head + key_offsets(ids, key, num_blocks, v_block, v_row, BLOCK_SIZE, BLOCK_N)[:, None] + dims[None, :] * v_dim
     )
-    # Keys past the end are zeros, not what the block holds: 0 times NaN would reach the accumulator.
     if MASKED:
-        k = tl.load(k_at, mask=(keys < end)[:, None] & (dims < HEAD_DIM)[None, :], other=0.0)
+        k = tl.load(k_at, mask=seen[:, None] & (dims < HEAD_DIM)[None, :], other=0.0)
     elif HEAD_DIM == DIM:
         k = tl.load(k_at)
     else:
@@ -72,7 +79,7 @@ def _attend(
         scores = tl.where(visible, scores, float("-inf"))
     weights, decay, peak, total = softmax_step(scores, multiplier, peak, total)
     if MASKED:
-        v = tl.load(v_at, mask=(keys < end)[:, None] & (dims < HEAD_DIM)[None, :], other=0.0)
+        v = tl.load(v_at, mask=seen[:, None] & (dims < HEAD_DIM)[None, :], other=0.0)
     elif HEAD_DIM == DIM:
         v = tl.load(v_at)
     else:
@@ -135,10 +142,11 @@ def prefill_kernel(
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     kv_head = tl.program_id(1).to(tl.int64)
     request = find_request(cu_seqlens_q, requests, tile, GROUP, BLOCK_M)
-    start = tl.load(cu_seqlens_q + request)
-    count = tl.load(cu_seqlens_q + request + 1, mask=request < requests, other=tokens) - start
+    # Entries are clamped, so wrong ones cannot lead out of the tensors.
+    start = tl.minimum(tl.maximum(tl.load(cu_seqlens_q + request), 0), tokens)
+    count = tl.minimum(tl.load(cu_seqlens_q + request + 1, mask=request < requests, other=tokens), tokens) - start
     first_row = (tile - start * GROUP // BLOCK_M - request) * BLOCK_M
-    if first_row >= count * GROUP:
+    if (first_row < 0) | (first_row >= count * GROUP):
         return
     length = tl.load(seq_lens + request, mask=request < requests, other=0)
     length = tl.minimum(tl.maximum(length, 0), columns * BLOCK_SIZE)
@@ -156,10 +164,12 @@ def prefill_kernel(
     first_position = length - count + first_row // GROUP
     last_row = tl.minimum(first_row + BLOCK_M, count * GROUP) - 1
     end = length - count + last_row // GROUP + 1
+    first = 0
     begin = 0
     full = tl.maximum(first_position + 1, 0) // BLOCK_N * BLOCK_N
     if WINDOW:
-        begin = tl.maximum(first_position + 1 - window, 0) // BLOCK_N * BLOCK_N
+        first = tl.maximum(first_position + 1 - window, 0)
+        begin = first // BLOCK_N * BLOCK_N
         full = begin
 
     acc = tl.zeros([BLOCK_M, DIM], tl.float32)
@@ -178,6 +188,7 @@ def prefill_kernel(
             v_base,
             ids,
             key,
+            first,
             end,
             position,
             acc,
@@ -210,6 +221,7 @@ def prefill_kernel(
             v_base,
             ids,
             key,
+            first,
             end,
             position,
             acc,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from tpoverlap.attention.arguments import MAX_DECODE_SPLITS, check_count
 from tpoverlap.attention.backend import PACKED_MATCHES_DECODE, PrefillRequest
 from tpoverlap.attention.triton.common import common_rejections
 from tpoverlap.attention.triton.decode import decode_rows
@@ -37,6 +38,7 @@ def paged_prefill(
     out: torch.Tensor,
     lse: torch.Tensor | None,
 ) -> None:
+    check_count("num_splits", num_splits or 0, 0, MAX_DECODE_SPLITS)
     capturing = q.is_cuda and torch.cuda.is_current_stream_capturing()
     for first_row in range(0, q.shape[0], _ROWS):
         decode_rows(
