@@ -61,7 +61,9 @@ def load_tokenizer(model: Path) -> PreTrainedTokenizerBase:
             return AutoTokenizer.from_pretrained(model.parent, gguf_file=model.name)
         return AutoTokenizer.from_pretrained(model)
     except Exception as error:  # it depends on the tokenizer's kind which type says that a file is missing or broken
-        raise ConfigError(f"{model} has no tokenizer that transformers can load: {_one_line(error)}") from None
+        raise ConfigError(
+            f"{model} has no tokenizer that transformers can load: {type(error).__name__}: {_one_line(error)}"
+        ) from None
 
 
 def _one_line(error: BaseException) -> str:

@@ -13,7 +13,7 @@ from contextlib import ExitStack
 
 from job_machine import choose_device, set_threads
 from job_world import JobError, World
-from prefill_check import check_against_transformers, check_agreement
+from prefill_check import check_against_transformers, check_agreement, check_numbers
 from prefill_options import Options, parse_options
 from prefill_passes import generate, prefill
 from prefill_report import collect, report
@@ -55,7 +55,7 @@ def run(options: Options, world: World, stack: ExitStack) -> None:
     group = GroupCoordinator(range(world.size), world.local_rank, device, config, emulate_link_gbps=link)
     stack.callback(group.destroy)
     model = world.on_each(lambda: load_model(options, request, group, device))
-    tables = allocate_cache(options, request, model)
+    tables = world.on_each(lambda: allocate_cache(options, request, model))
 
     if options.check:
         world.say(check_against_transformers(world, model, tables, request, options.weights))
@@ -67,6 +67,7 @@ def run(options: Options, world: World, stack: ExitStack) -> None:
     generate(passes, options.generate)
     reports = [collect(world, one) for one in passes]
     world.on_first(lambda: report(options, world, found, reports, group.served))
+    check_numbers(world, passes)
     if len(passes) > 1:
         world.say(check_agreement(world, passes, gap, model.dtype))
 

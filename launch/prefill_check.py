@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -65,6 +66,20 @@ def check_against_transformers(
         return finding
 
     return world.share(world.on_first(compare))
+
+
+def check_numbers(world: World, passes: Sequence[Pass]) -> None:
+    """Whether every pass gave logits that are numbers. Errors: as :func:`check_against_transformers`."""
+
+    def check() -> None:
+        broken = [one.name for one in passes if math.isnan(one.perplexity)]
+        if broken:
+            raise CheckFailedError(
+                f"the logits of {' and '.join(broken)} are not numbers: the weights are damaged, or too large for "
+                "their dtype; try --weights bf16 or fp32"
+            )
+
+    world.on_first(check)
 
 
 def check_agreement(world: World, passes: Sequence[Pass], gap: Gap, dtype: torch.dtype) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import math
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -11,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NoReturn, get_args
 
+from tpoverlap.config import MAX_TIMEOUT_S
 from tpoverlap.model.checkpoint import WeightFormat
 
 EPILOG = """examples:
@@ -61,13 +61,24 @@ def parse_options(arguments: Sequence[str] | None = None) -> Options:
     ways.add_argument("--compare", action="store_true", help="run each chunk both ways and compare them")
     add("--overlap-min-tokens", type=_at_least(1), default=256, metavar="N", help="split from there on (default: 256)")
     add("--num-pieces", choices=("2", "3", "4", "auto"), default="auto", help="pieces of a split chunk (default: auto)")
-    add("--emulate-link", type=_positive, metavar="GB/S", help="slow the ranks' link to that speed (CPU only)")
+    add("--emulate-link", type=_positive(), metavar="GB/S", help="slow the ranks' link to that speed (CPU only)")
     add("--check", action="store_true", help="compare logits with transformers' own forward first")
     add("--trace", type=Path, metavar="FILE", help="also write a Chrome trace")
     add("--timeline", type=Path, default=Path("timeline"), metavar="PREFIX", help="of .html and .png, or a folder")
-    add("--timeout-s", type=_positive, default=30.0, metavar="S", help="a collective waits that long (default: 30)")
+    add(
+        "--timeout-s",
+        type=_positive(MAX_TIMEOUT_S),
+        default=30.0,
+        metavar="S",
+        help="a collective waits that long (default: 30)",
+    )
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: GPUs where each rank has one")
-    add("--threads", type=_at_least(1), metavar="N", help="of each rank (default: its share of the cores)")
+    add(
+        "--threads",
+        type=_at_least(1, os.cpu_count()),
+        metavar="N",
+        help="of each rank (default: its share of the cores)",
+    )
     given = parser.parse_args(arguments)
     return Options(
         model=given.model,
@@ -82,7 +93,7 @@ def parse_options(arguments: Sequence[str] | None = None) -> Options:
         emulate_link_gbps=given.emulate_link,
         check=given.check,
         trace=given.trace,
-        timeline=given.timeline / "timeline" if given.timeline.is_dir() else given.timeline,
+        timeline=given.timeline / "timeline" if os.path.isdir(given.timeline) else given.timeline,
         timeout_s=given.timeout_s,
         device=given.device,
         threads=given.threads,
@@ -106,24 +117,29 @@ def _is_first_rank() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
-def _at_least(low: int) -> Callable[[str], int]:
+def _at_least(low: int, high: int | None = None) -> Callable[[str], int]:
     def convert(text: str) -> int:
         try:
             value = int(text)
         except ValueError:
             value = low - 1
-        if value < low:
-            raise argparse.ArgumentTypeError(f"{text} is not supported: give an integer >= {low}")
+        if value < low or (high is not None and value > high):
+            limits = f"an integer >= {low}" if high is None else f"an integer from {low} to {high}"
+            raise argparse.ArgumentTypeError(f"{text[:40]} is not supported: give {limits}")
         return value
 
     return convert
 
 
-def _positive(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text} is not supported: give a positive number")
-    return value
+def _positive(high: float = sys.float_info.max) -> Callable[[str], float]:
+    def convert(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = 0.0
+        if not 0 < value <= high:
+            limit = "" if high == sys.float_info.max else f", {high:,} at most"
+            raise argparse.ArgumentTypeError(f"{text[:40]} is not supported: give a positive number{limit}")
+        return value
+
+    return convert

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from tpoverlap.microbatch import Batch, MicroBatchExecutor, RunStats
 from tpoverlap.model.decoder import Decoder
 from tpoverlap.model.runner import PrefillChunk, Runner
 
+_LARGEST_EXPONENT = math.log(sys.float_info.max)
 # Rows whose logits are compared at a time.
 _BLOCK = 256
 
@@ -44,7 +46,9 @@ class Pass:
 
     @property
     def perplexity(self) -> float:
-        return math.exp(self._loss_sum / self._num_losses)
+        """NaN where the model's logits are; infinite above FP64's largest number."""
+        mean = self._loss_sum / self._num_losses
+        return math.exp(mean) if not mean > _LARGEST_EXPONENT else math.inf
 
     def warm_up(self, tokens: int) -> None:
         """Runs the prompt's first tokens and forgets them, so that first-use costs are in nobody's time."""

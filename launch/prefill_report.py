@@ -10,8 +10,9 @@ from pathlib import Path
 from job_world import World
 from prefill_options import Options
 from prefill_passes import Pass
-from prefill_setup import Found
+from prefill_setup import Found, output_files
 
+from tpoverlap.errors import ConfigError
 from tpoverlap.microbatch import RunStats
 from tpoverlap.trace import Timeline
 
@@ -153,11 +154,15 @@ def _write_timeline(reports: Sequence[PassReport], title: str, emulated: bool, p
         for rank in range(len(reports[0].ranks))
     ]
     timeline = Timeline.from_runs(runs, title=title, emulated=emulated)
-    html, png = (prefix.with_name(f"{prefix.name}{suffix}") for suffix in (".html", ".png"))
-    timeline.write_html(html)
-    timeline.write_png(png)
+    html, png = output_files(prefix, None)
+    writers = {html: timeline.write_html, png: timeline.write_png}
     if trace is not None:
-        timeline.write_chrome(trace)
+        writers[trace] = timeline.write_chrome
+    for path, write in writers.items():
+        try:
+            write(path)
+        except OSError as error:
+            raise ConfigError(f"{path} cannot be written ({error.strerror or error}): give another path") from None
     return f"timeline: {html}, {png}" + (f"; Chrome trace: {trace}" if trace is not None else "")
 
 

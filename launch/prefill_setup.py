@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from job_machine import require_packages
+from job_memory import require_memory, told_if_memory_ends
 from job_text import default_model, load_tokenizer, read_text
 from job_world import World
 from prefill_options import Options
@@ -57,9 +59,8 @@ def read_request(options: Options, world: World, device: torch.device) -> Found:
         raise ConfigError(f"{world.size} ranks are not supported: start 1 to {_MAX_RANKS}")
     if options.emulate_link_gbps is not None and device.type != "cpu":
         raise ConfigError(f"--emulate-link slows the link between CPU ranks, not {device.type} ones: give --device cpu")
-    for path in (options.timeline, options.trace):
-        if path is not None and not path.absolute().parent.is_dir():
-            raise ConfigError(f"the folder {path.parent} of {path} does not exist: make it, or give another path")
+    for path in output_files(options.timeline, options.trace):
+        _check_output(path)
     require_packages("transformers", "safetensors", "rich", "matplotlib")
     text = read_text(options.text)
     model = options.model or default_model()
@@ -68,7 +69,27 @@ def read_request(options: Options, world: World, device: torch.device) -> Found:
     _tell(f"reading {model}")
     config = load_config(model)
     tokenizer = load_tokenizer(model)
-    return Found(Request(model, config, _encode(tokenizer, text, options, config)), tokenizer)
+    prompt = _encode(tokenizer, text, options, config)
+    require_memory(options, config, len(prompt), world, device)
+    return Found(Request(model, config, prompt), tokenizer)
+
+
+def output_files(timeline: Path, trace: Path | None) -> list[Path]:
+    """What the job writes: the timeline as a page and as a picture, and the trace unless it is None."""
+    pictures = [timeline.with_name(f"{timeline.name}{suffix}") for suffix in (".html", ".png")]
+    return pictures if trace is None else [*pictures, trace]
+
+
+def _check_output(path: Path) -> None:
+    if not os.path.isdir(path.absolute().parent):
+        raise ConfigError(f"the folder {path.parent} of {path} does not exist: make it, or give another path")
+    is_new = not os.path.lexists(path)
+    try:
+        path.open("ab").close()
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written ({error.strerror or error}): give another path") from None
+    if is_new:
+        path.unlink()
 
 
 def _encode(tokenizer: PreTrainedTokenizerBase, text: str, options: Options, config: DecoderConfig) -> list[int]:
@@ -94,8 +115,8 @@ def _tell(message: str) -> None:
 
 
 def load_model(options: Options, request: Request, group: GroupCoordinator, device: torch.device) -> Decoder:
-    """This rank's part of the model."""
-    with Progress("load layers", request.config.num_layers) as progress:
+    """This rank's part of the model. Errors: ConfigError where memory does not suffice, and those of load_decoder."""
+    with told_if_memory_ends(device), Progress("load layers", request.config.num_layers) as progress:
         return load_decoder(
             request.model,
             weights=options.weights,
@@ -107,9 +128,10 @@ def load_model(options: Options, request: Request, group: GroupCoordinator, devi
 
 
 def allocate_cache(options: Options, request: Request, model: Decoder) -> BlockTables:
-    """A key/value cache with room for every pass, and its tables."""
+    """A key/value cache with room for every pass, and its tables. Errors: ConfigError where memory does not suffice."""
     num_blocks = len(options.passes) * -(-(len(request.prompt) + options.generate) // _BLOCK_SIZE)
-    model.allocate_kv_cache(num_blocks, _BLOCK_SIZE)
+    with told_if_memory_ends(model.device):
+        model.allocate_kv_cache(num_blocks, _BLOCK_SIZE)
     return BlockTables(num_blocks, _BLOCK_SIZE)
 
 

@@ -17,7 +17,7 @@ from tpoverlap.errors import ConfigError
         *((HostReduceConfig, "max_bytes", v) for v in (-16, 8, 1.5, "4", True)),
         *((HostReduceConfig, "copy_engine_max_bytes", v) for v in (-16, 262_144, 262_152, 262_145, 1e6, None)),
         *((HostReduceConfig, "copy_engine_pieces", v) for v in (0, 17, 2.0, "all", True, None)),
-        *((HostReduceConfig, "timeout_s", v) for v in (0, -1, math.inf, math.nan, "30", True)),
+        *((HostReduceConfig, "timeout_s", v) for v in (0, -1, math.inf, math.nan, "30", True, 1e300)),
         *((HostReduceConfig, "wire", v) for v in ("int8", "", None)),
         *((HostReduceConfig, "peer_access", v) for v in ("off", True)),
         *((OverlapConfig, "min_tokens", v) for v in (-1, 1.0, "0", False)),

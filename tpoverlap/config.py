@@ -5,11 +5,14 @@ Every field is checked when the object is made; a wrong value raises :class:`~tp
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Literal
 
 from tpoverlap.errors import ConfigError
+
+
+# Eleven days: what transports count in milliseconds or nanoseconds stays far inside their integers.
+MAX_TIMEOUT_S = 1_000_000
 
 
 def _check_int(field: str, value: object, low: int, high: int | None = None) -> None:
@@ -53,8 +56,10 @@ class HostReduceConfig:
         if self.copy_engine_pieces != "auto":
             _check_int("copy_engine_pieces", self.copy_engine_pieces, 1, 16)
         seconds = self.timeout_s
-        if not isinstance(seconds, (int, float)) or isinstance(seconds, bool) or not 0 < seconds < math.inf:
-            raise ConfigError(f"timeout_s={self.timeout_s!r} is not supported: give a positive number of seconds")
+        if not isinstance(seconds, (int, float)) or isinstance(seconds, bool) or not 0 < seconds <= MAX_TIMEOUT_S:
+            raise ConfigError(
+                f"timeout_s={seconds!r} is not supported: give a positive number of seconds, {MAX_TIMEOUT_S:,} at most"
+            )
         if self.wire != "exact":
             raise ConfigError(f"wire={self.wire!r} is not supported: only 'exact' is")
         if self.peer_access not in ("auto", "ignore"):

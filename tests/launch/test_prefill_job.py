@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import math
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -18,7 +20,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from prefill_jobs import LAUNCH, TEXT, Job, Outcome, run_here, run_jobs, save_tiny_model
+from safetensors.torch import load_file, save_file
 from transformers import GemmaConfig
 
 from tpoverlap.errors import ConfigError
@@ -214,6 +218,76 @@ def test_a_folder_for_results_that_is_missing_is_named_before_anything_runs(
     assert f"the folder {tmp_path}/gone of" in line
 
 
+@pytest.mark.parametrize("option", ["--timeline", "--trace"])
+@pytest.mark.parametrize("name", ["x" * 300, "taken"])
+def test_results_that_cannot_be_written_are_named_before_anything_runs(
+    arguments: list[str], tmp_path: Path, option: str, name: str
+) -> None:
+    suffixes = ("",) if option == "--trace" else (".html", ".png")
+    if name == "taken":
+        (tmp_path / f"{name}{suffixes[-1]}").mkdir()
+    line = line_of(run_here([*arguments, option, str(tmp_path / name)]))
+    assert f"{tmp_path / name}" in line
+    assert re.search(r"cannot be written \((Is a directory|File name too long)\): give another path", line)
+    assert not [path for path in tmp_path.iterdir() if path.is_file() and path.name != "text.txt"]
+
+
+def test_a_full_disk_is_told_after_the_table(arguments: list[str]) -> None:
+    done = run_here([*arguments, "--tokens", "20", "--trace", "/dev/full"])
+    assert done.status == 1
+    assert perplexity(done.out) > 0
+    assert "rank 0: /dev/full cannot be written (No space left on device): give another path" in done.err
+
+
+def test_a_cache_that_no_memory_holds_is_refused_before_anything_loads(arguments: list[str]) -> None:
+    line = line_of(run_here([*arguments, "--generate", "9" * 12]))
+    assert re.search(
+        r"a rank would hold [0-9,.]+ GB or more .*1,000,000,000,599 tokens.*the host has.*give fewer", line
+    )
+
+
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory")])
+def test_memory_that_ends_is_told_in_a_line(
+    arguments: list[str], error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tpoverlap.model.decoder import Decoder
+
+    def allocate(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(Decoder, "allocate_kv_cache", allocate)
+    assert "memory does not suffice" in line_of(run_here(arguments)).replace("memory of cpu", "memory")
+
+
+def edited_model(model: Path, folder: Path, edit: Callable[[dict[str, torch.Tensor]], None]) -> Path:
+    copy = folder / "edited"
+    shutil.copytree(model, copy)
+    tensors = load_file(copy / "model.safetensors")
+    edit(tensors)
+    save_file(tensors, copy / "model.safetensors", metadata={"format": "pt"})
+    return copy
+
+
+def test_logits_that_are_not_numbers_are_an_error(model: Path, arguments: list[str], tmp_path: Path) -> None:
+    def break_norm(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["model.norm.weight"][5] = torch.nan
+
+    broken = edited_model(model, tmp_path, break_norm)
+    done = run_here([*arguments, "--model", str(broken), "--tokens", "20"])
+    assert done.status == 1
+    assert "the logits of overlapped are not numbers" in done.err
+
+
+def test_a_perplexity_beyond_all_numbers_is_printed(model: Path, arguments: list[str], tmp_path: Path) -> None:
+    def blow_up(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["model.norm.weight"] *= 1e4
+
+    loud = edited_model(model, tmp_path, blow_up)
+    done = run_here([*arguments, "--model", str(loud), "--tokens", "20"])
+    assert done.status == 0, done.err
+    assert perplexity(done.out) == math.inf
+
+
 def test_a_missing_default_model_says_how_to_get_it(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     import job_text
 
@@ -242,6 +316,12 @@ def job_machine_require(*names: str) -> None:
         (["--chunk", "many"], "argument --chunk: many is not supported: give an integer >= 1"),
         (["--emulate-link", "0"], "argument --emulate-link: 0 is not supported: give a positive number"),
         (["--timeout-s", "nan"], "argument --timeout-s: nan is not supported"),
+        (
+            ["--timeout-s", "1e300"],
+            "argument --timeout-s: 1e300 is not supported: give a positive number, 1,000,000 at",
+        ),
+        (["--threads", "100000"], "argument --threads: 100000 is not supported: give an integer from 1 to"),
+        (["--tokens", "9" * 5000], "argument --tokens: 9999999999999999999999999999999999999999 is not supported"),
         (["--num-pieces", "5"], "argument --num-pieces: invalid choice: '5'"),
         (["--compare", "--no-overlap"], "not allowed with argument"),
     ],

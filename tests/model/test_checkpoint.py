@@ -163,6 +163,10 @@ def test_unreadable_weights_are_a_clear_error(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "gone.safetensors"}}))
     with pytest.raises(ConfigError, match="cannot be read"):
         load_decoder(tmp_path)
+    for text in ("{}", "[]", '{"weight_map": 5}'):
+        (tmp_path / "model.safetensors.index.json").write_text(text)
+        with pytest.raises(ConfigError, match=r"cannot be read: model\.safetensors\.index\.json has no weight_map"):
+            load_decoder(tmp_path)
 
 
 def test_an_unknown_weight_format_is_refused(tmp_path: Path) -> None:

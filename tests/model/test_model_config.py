@@ -92,3 +92,41 @@ def test_saved_and_loaded_configurations_agree(tmp_path: Path) -> None:
     config = Qwen3Config(hidden_size=64, num_attention_heads=4, num_key_value_heads=2, head_dim=32)
     config.save_pretrained(tmp_path)
     assert load_config(tmp_path) == from_transformers(AutoConfig.from_pretrained(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("vocab_size", 0),
+        ("hidden_size", 0),
+        ("intermediate_size", -4),
+        ("num_hidden_layers", 0),
+        ("num_hidden_layers", -1),
+        ("num_key_value_heads", 0),
+        ("num_attention_heads", 6),
+        ("max_position_embeddings", 0),
+        ("rms_norm_eps", -1.0),
+        ("rope_theta", 0),
+        ("rope_theta", "x"),
+        ("factor", 0.0),
+    ],
+)
+def test_values_that_no_model_can_have_are_refused_by_name(tmp_path: Path, field: str, value: object) -> None:
+    stored = {
+        "model_type": "llama",
+        "hidden_size": 96,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 8,
+    }
+    if field in ("rope_theta", "factor"):
+        rotary = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}
+        stored["rope_parameters"] = rotary  # type: ignore[assignment]
+        (tmp_path / "config.json").write_text(json.dumps(stored))
+        load_config(tmp_path)
+        rotary[field] = value  # type: ignore[assignment]
+    else:
+        stored[field] = value  # type: ignore[assignment]
+    (tmp_path / "config.json").write_text(json.dumps(stored))
+    with pytest.raises(ConfigError, match=f"Llama with {field}={value!r} .*is not supported"):
+        load_config(tmp_path)

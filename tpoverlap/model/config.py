@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -77,7 +78,7 @@ def load_transformers_config(path: str | Path) -> PretrainedConfig:
         return read_gguf_config(path) if is_gguf else _read_folder(path)
     except ConfigError:
         raise
-    except (StrictDataclassError, ValueError, TypeError, KeyError, ArithmeticError) as error:
+    except (StrictDataclassError, ValueError, TypeError, KeyError, AttributeError, ArithmeticError) as error:
         raise ConfigError(f"transformers rejects the configuration of {path}: {' '.join(str(error).split())}") from None
 
 
@@ -99,13 +100,15 @@ def _read_folder(path: Path) -> PretrainedConfig:
 def from_transformers(config: PretrainedConfig) -> DecoderConfig:
     """Translates a transformers configuration.
 
-    Errors: UnsupportedError for another architecture than Llama, Qwen2 and Qwen3, and for what the decoder does not
-    compute: sliding-window layers, activations other than SiLU, quantization other than NVFP4, rotary scaling other
-    than ``default``, ``linear`` and ``llama3``, partial rotation, an odd head size.
+    Errors: ConfigError for sizes and constants that no model can have; UnsupportedError for another architecture than
+    Llama, Qwen2 and Qwen3, and for what the decoder does not compute: sliding-window layers, activations other than
+    SiLU, quantization other than NVFP4, rotary scaling other than ``default``, ``linear`` and ``llama3``, partial
+    rotation, an odd head size.
     """
     check_architecture(config.model_type)
     name = SUPPORTED_ARCHITECTURES[config.model_type]
     _check_features(name, config)
+    _check_values(name, config)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     if head_dim % 2:
         raise UnsupportedError(f"{name} with head_dim={head_dim} is not supported: rotary positions need an even one")
@@ -150,6 +153,31 @@ def _check_features(name: str, config: PretrainedConfig) -> None:
         raise UnsupportedError(f"{name} with hidden_act={config.hidden_act!r} is not supported: 'silu' is")
     if getattr(config, "quantization_config", None):
         find_convention(config.quantization_config)
+
+
+def _check_values(name: str, config: PretrainedConfig) -> None:
+    for field in (
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "max_position_embeddings",
+    ):
+        if getattr(config, field) < 1:
+            raise ConfigError(f"{name} with {field}={getattr(config, field)} is not supported: at least 1 is")
+    if config.num_attention_heads % config.num_key_value_heads:
+        raise ConfigError(
+            f"{name} with num_attention_heads={config.num_attention_heads} is not supported: a multiple of "
+            f"num_key_value_heads={config.num_key_value_heads} is"
+        )
+    if not 0 <= config.rms_norm_eps < math.inf:
+        raise ConfigError(f"{name} with rms_norm_eps={config.rms_norm_eps} is not supported: 0 or more is")
+    for field in ("rope_theta", "factor"):
+        value = config.rope_parameters.get(field, 1.0)
+        if not isinstance(value, (int, float)) or not 0 < value < math.inf:
+            raise ConfigError(f"{name} with {field}={value!r} of its rotary positions is not supported: above 0 is")
 
 
 def _rope_inv_freq(name: str, config: PretrainedConfig, head_dim: int) -> tuple[float, ...]:

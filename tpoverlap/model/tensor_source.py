@@ -56,14 +56,17 @@ class SafetensorsSource:
         index = folder / "model.safetensors.index.json"
         try:
             if index.is_file():
-                paths = sorted({folder / name for name in json.loads(index.read_text())["weight_map"].values()})
+                stored = json.loads(index.read_text())
+                if not isinstance(stored, dict) or not isinstance(stored.get("weight_map"), dict):
+                    raise ValueError(f"{index.name} has no weight_map")
+                paths = sorted({folder / str(name) for name in stored["weight_map"].values()})
             else:
                 paths = sorted(folder.glob("*.safetensors"))
             self._files: dict[str, Any] = {}
             for path in paths:
                 file = safe_open(path, framework="pt", device="cpu")
                 self._files.update(dict.fromkeys(file.keys(), file))
-        except (OSError, ValueError, KeyError, AttributeError, SafetensorError) as error:
+        except (OSError, ValueError, SafetensorError) as error:
             raise ConfigError(f"the weights in {folder} cannot be read: {error}") from None
         if not self._files:
             raise ConfigError(f"{folder} has no *.safetensors file: convert the checkpoint with save_pretrained")
