@@ -80,6 +80,22 @@ def test_fused_layers_carry_the_global_scale_of_each_part(tmp_path: Path, librar
         assert torch.equal(nvfp4.dequantize(linear.weight, torch.float32), expected)
 
 
+@pytest.mark.parametrize("projection", ["gate_proj", "down_proj"])
+def test_a_global_scale_a_row_follows_its_rows(tmp_path: Path, projection: str) -> None:
+    model = save_nvfp4_model(tmp_path, "modelopt", "llama", 35)
+    name = f"model.layers.0.mlp.{projection}"
+    factors = torch.rand(model.get_submodule(name).weight.shape[0], generator=torch.Generator().manual_seed(1)) + 0.5
+    edit_tensors(tmp_path, f"{name}.weight_scale_2", lambda t: t * factors)
+    source = NVFP4Source(tmp_path, find_convention(QUANTIZATION["modelopt"]))
+    stored = load_file(tmp_path / "model.safetensors")
+    whole = nvfp4.from_modelopt(
+        *(stored[f"{name}.{ending}"] for ending in ("weight", "weight_scale", "weight_scale_2"))
+    )
+    want = nvfp4.dequantize(whole, torch.float32)
+    assert torch.equal(source.rows(f"{name}.weight", 3, 40), want[3:40])
+    assert torch.equal(source.columns(f"{name}.weight", 16, 48), want[:, 16:48])
+
+
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_a_rank_reads_its_own_part_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, library: Library) -> None:
     sizes = {"num_attention_heads": 8, "num_key_value_heads": 4, "intermediate_size": 256, "hidden_size": 128}
@@ -158,6 +174,14 @@ def edit_tensors(folder: Path, name: str, edit: object) -> None:
     [
         ("weight_scale", lambda t: None, ConfigError, "no tensor model.layers.0.mlp.up_proj.weight_scale"),
         ("weight_scale", lambda t: t[:, :3].contiguous(), ConfigError, "up_proj.weight is no NVFP4 weight"),
+        (
+            "weight_scale",
+            lambda t: t.repeat(1, 2),
+            ConfigError,
+            r"no NVFP4 weight.*weight_scale is \[80, 12\], not \[80, 6\]",
+        ),
+        ("weight_scale", lambda t: t.repeat(2, 1), ConfigError, r"no NVFP4 weight.*weight_scale is \[160, 6\]"),
+        ("weight_scale_2", lambda t: t.repeat(81), ConfigError, r"weight_scale_2 is \[81\], not one number or \[80\]"),
         ("weight", lambda t: t.to(torch.int8), ConfigError, "up_proj.weight is no NVFP4 weight"),
         ("weight", lambda t: t[:, :8].contiguous(), ConfigError, r"up_proj\.weight is \[80, 16\]"),
         ("weight_scale_2", lambda t: None, UnsupportedError, "not as NVFP4"),

@@ -13,7 +13,6 @@ from tpoverlap.model.config import DecoderConfig, load_config
 from tpoverlap.model.decoder import Decoder
 from tpoverlap.model.layers import MLP, Attention, DecoderLayer, Group, RMSNorm, RowParallel
 from tpoverlap.model.linears import (
-    GROUP,
     DenseFactory,
     LinearFactory,
     NVFP4Factory,
@@ -26,6 +25,7 @@ from tpoverlap.model.linears import (
 from tpoverlap.model.nvfp4_checkpoint import NVFP4CheckpointFactory, NVFP4Source
 from tpoverlap.model.sharding import INTERMEDIATE_MULTIPLE, shard_heads, shard_range
 from tpoverlap.model.tensor_source import TensorSource, open_source
+from tpoverlap.quant.nvfp4.format import GROUP
 
 WeightFormat = Literal["fp32", "bf16", "fp16", "nvfp4"]
 

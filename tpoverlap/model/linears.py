@@ -18,8 +18,7 @@ from tpoverlap.errors import ConfigError
 from tpoverlap.model.sharding import RangeShard
 from tpoverlap.model.tensor_source import TensorSource
 from tpoverlap.quant import DequantWorkspace, NVFP4Linear, nvfp4
-
-GROUP = 16  # values that share one NVFP4 scale
+from tpoverlap.quant.nvfp4.format import GROUP
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,10 @@ import torch
 from torch import nn
 
 from tpoverlap.errors import ConfigError, UnsupportedError
-from tpoverlap.model.linears import GROUP, DenseFactory, Part
+from tpoverlap.model.linears import DenseFactory, Part
 from tpoverlap.model.tensor_source import SafetensorsSource
 from tpoverlap.quant import DequantWorkspace, NVFP4Linear, nvfp4
+from tpoverlap.quant.nvfp4.format import GROUP
 
 
 @dataclass(frozen=True)
@@ -154,18 +155,35 @@ class NVFP4Source(SafetensorsSource):
     def _packed(self, name: str, codes: torch.Tensor, scales: torch.Tensor, rows: slice) -> nvfp4.NVFP4Tensor:
         key = self._sibling(name, self.convention.global_scale)
         global_scale = self._files[key].get_tensor(key)
-        if global_scale.numel() > 1:
+        weight_rows = self._weight_shape(name)[0]
+        if global_scale.numel() == weight_rows:
             global_scale = global_scale.reshape(-1)[rows]
+        elif global_scale.numel() != 1:
+            raise self._no_weight(name, f"{key} is {list(global_scale.shape)}, not one number or [{weight_rows}]")
         try:
             return self.convention.convert(codes, scales, global_scale)
         except ValueError as error:
-            raise ConfigError(f"{name} is no NVFP4 weight of {self.convention.library}: {error}") from None
+            raise self._no_weight(name, str(error)) from None
 
     def _scale_name(self, name: str) -> str:
         scale = self._sibling(name, self.convention.scale)
-        if scale not in self._files:
+        shape = super().shape(scale)
+        if shape is None:
             raise ConfigError(f"the checkpoint has no tensor {scale}, which {name} needs")
+        rows, columns = self._weight_shape(name)
+        # A slice of a tensor with other groups could have the shape that a slice of ours has.
+        if shape != (rows, columns // GROUP):
+            raise self._no_weight(name, f"{scale} is {list(shape)}, not {[rows, columns // GROUP]}")
         return scale
+
+    def _weight_shape(self, name: str) -> tuple[int, int]:
+        shape = self.shape(name)
+        assert shape is not None  # the loader has checked all shapes
+        rows, columns = shape
+        return rows, columns
+
+    def _no_weight(self, name: str, reason: str) -> ConfigError:
+        return ConfigError(f"{name} is no NVFP4 weight of {self.convention.library}: {reason}")
 
     def _sibling(self, name: str, ending: str) -> str:
         return f"{name.removesuffix('.weight')}.{ending}"
