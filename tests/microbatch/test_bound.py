@@ -45,8 +45,23 @@ def test_fewest_pieces_of_equal_bounds_and_overhead_counts() -> None:
     assert best_piece_count(_layers(1.0), overhead_s=0.0) == 4
     assert best_piece_count(_layers(1.0), overhead_s=0.1) == 2
     # A host that takes as long for a piece as half of the work lasts cannot feed more than two.
-    assert best_piece_count(_layers(1.0), overhead_s=0.0, issue_s=overlapped_time(_layers(1.0), 2) / 2) == 2
-    assert best_piece_count(_layers(1.0), overhead_s=0.0, issue_s=overlapped_time(_layers(1.0), 4) / 4) == 4
+    assert best_piece_count(_issued_in(0.5), overhead_s=0.0) == 2
+    assert best_piece_count(_issued_in(0.25), overhead_s=0.0) == 4
+
+
+def _issued_in(share: float) -> list[Segment]:
+    """Those layers, a piece of which takes the host that share of the time that four pieces would otherwise take."""
+    layers = _layers(1.0)
+    issue_s = share * overlapped_time(layers, 4) / len(layers)
+    return [Segment(s.compute_s, s.communication_s, issue_s=issue_s) for s in layers]
+
+
+def test_nothing_runs_before_the_host_has_issued_it() -> None:
+    # Compute ends at 3 and at 4, when the host, which began at 0, has issued both.
+    assert pieces_time([[Segment(3, 1, issue_s=2), Segment(1, 1, issue_s=2)]]) == 4 + 1
+    assert pieces_time([[Segment(1, 1, issue_s=5), Segment(1, 1, issue_s=5)]]) == 10 + 1
+    layers = [Segment(1, 0.5, issue_s=0.1)] * 10
+    assert overlapped_time(layers, 2) == overlapped_time([Segment(1, 0.5)] * 10, 2)  # it runs ahead
 
 
 def test_pieces_of_other_sizes_by_hand() -> None:

@@ -1,4 +1,4 @@
-"""How fast pieces can possibly run: a recurrence over two resources that serve first come, first served."""
+"""How fast pieces can possibly run: a recurrence over resources that serve first come, first served."""
 
 from __future__ import annotations
 
@@ -12,19 +12,24 @@ class Segment:
     """Compute up to a collective, and that collective, in seconds (0: none follows).
 
     slowdown: by which part of itself the compute takes longer while any collective is under way (0.2: 1.2 times).
+    issue_s: what the host needs to issue both where a device runs them; compute cannot end before.
     """
 
     compute_s: float
     communication_s: float
     slowdown: float = 0.0
+    issue_s: float = 0.0
 
 
 def overlapped_time(segments: Sequence[Segment], num_pieces: int, overhead_s: float = 0.0) -> float:
     """Seconds that ``num_pieces`` equal pieces take at best, each segment costing ``overhead_s`` more than its share.
 
-    segments: of the whole batch. One piece gives the serial time.
+    segments: of the whole batch, but for issue_s: a piece takes the host as long as the whole does. One piece gives the
+    serial time.
     """
-    shares = (Segment(s.compute_s / num_pieces, s.communication_s / num_pieces, s.slowdown) for s in segments)
+    shares = (
+        Segment(s.compute_s / num_pieces, s.communication_s / num_pieces, s.slowdown, s.issue_s) for s in segments
+    )
     return pieces_time(([share] * num_pieces for share in shares), overhead_s)
 
 
@@ -33,9 +38,9 @@ def pieces_time(rows: Iterable[Sequence[Segment]], overhead_s: float = 0.0) -> f
 
     rows: for each segment, in order, every piece's own part of it; all rows have as many pieces. Piece k's segment j is
     computed after piece k - 1's segment j and after its own collective j - 1; collectives run in the order in which
-    they become ready. ValueError for rows of different lengths.
+    they become ready; the host issues in the order of compute. ValueError for rows of different lengths.
     """
-    compute_s = communication_s = 0.0
+    compute_s = communication_s = host_s = 0.0
     ready_s: list[float] = []
     # Spans of communication that may lie beside compute still to come, in order.
     busy: deque[tuple[float, float]] = deque()
@@ -44,8 +49,9 @@ def pieces_time(rows: Iterable[Sequence[Segment]], overhead_s: float = 0.0) -> f
         if len(row) != len(ready_s):
             raise ValueError(f"every segment needs a part for each of {len(ready_s)} pieces, got {len(row)}")
         for k, part in enumerate(row):
-            start_s = max(compute_s, ready_s[k])
-            compute_s = _end_of_compute(start_s, part.compute_s + overhead_s, part.slowdown, busy)
+            start_s = max(compute_s, ready_s[k], host_s)
+            host_s += part.issue_s
+            compute_s = max(host_s, _end_of_compute(start_s, part.compute_s + overhead_s, part.slowdown, busy))
             ready_s[k] = compute_s
             if part.communication_s:
                 begin_s = max(communication_s, compute_s)
@@ -54,18 +60,9 @@ def pieces_time(rows: Iterable[Sequence[Segment]], overhead_s: float = 0.0) -> f
     return max(ready_s, default=0.0)
 
 
-def best_piece_count(
-    segments: Sequence[Segment], overhead_s: float, counts: Sequence[int] = (2, 3, 4), *, issue_s: float = 0.0
-) -> int:
-    """The count that promises to be fastest; the fewer pieces of two that are equal.
-
-    issue_s: host time to issue one piece where a device runs it: all pieces take no less than the host takes for them.
-    """
-
-    def promised_s(count: int) -> float:
-        return max(overlapped_time(segments, count, overhead_s), count * issue_s)
-
-    return min(counts, key=lambda count: (promised_s(count), count))
+def best_piece_count(segments: Sequence[Segment], overhead_s: float, counts: Sequence[int] = (2, 3, 4)) -> int:
+    """The count that promises to be fastest; the fewer pieces of two that are equal."""
+    return min(counts, key=lambda count: (overlapped_time(segments, count, overhead_s), count))
 
 
 def _end_of_compute(start_s: float, work_s: float, slowdown: float, busy: deque[tuple[float, float]]) -> float:

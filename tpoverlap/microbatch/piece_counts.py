@@ -62,4 +62,5 @@ class PieceCounts:
         rows = [[issue_s, 0.0], *([compute[i], communication[i]] for i in range(len(compute)))]
         mine = torch.tensor(rows, dtype=torch.float32)
         (issue_s, _), *segments = self._group.all_gather(mine[None], 0).amax(0).tolist()
-        return best_piece_count([Segment(t, c) for t, c in segments], _OVERHEAD_S, issue_s=issue_s / _FIRST)
+        each_s = issue_s / _FIRST / max(1, len(segments))
+        return best_piece_count([Segment(t, c, issue_s=each_s) for t, c in segments], _OVERHEAD_S)
