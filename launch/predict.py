@@ -89,7 +89,7 @@ def predict(options: argparse.Namespace, tables: DeviceTables) -> tuple[list[Tab
     serial_s = next(iter(runs.values())).seconds
     times = {
         "title": f"{options.shape}, {options.tp} ranks, {tokens} tokens in chunks of {chunk}, on {tables.name}",
-        "columns": ["step", "s", "/ serial", "compute, s", "communication, s", "limit, s", "s / limit"],
+        "columns": ["step", "s", "/ serial", "compute, s", "communication, s", "host, s", "limit, s", "s / limit"],
         "rows": [
             [
                 name,
@@ -97,6 +97,7 @@ def predict(options: argparse.Namespace, tables: DeviceTables) -> tuple[list[Tab
                 round(run.seconds / serial_s, 3),
                 round(run.compute_s, 2),
                 round(run.communication_s, 2),
+                round(run.issue_s, 2),
                 round(run.limit_s, 2),
                 round(run.seconds / run.limit_s, 3),
             ]

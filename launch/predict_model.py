@@ -1,8 +1,9 @@
-"""How long tensor-parallel prefill takes: a few kernels, two resources, and the order in which pieces use them.
+"""How long tensor-parallel prefill takes: a few kernels, three resources, and the order in which pieces use them.
 
 A chunk of a prompt runs through the layers, each a mixer (attention and its projections) and an MLP, with an all-reduce
-after each. Run whole, that is the sum of all parts. In pieces, compute and link are two resources that serve first
-come, first served: :func:`tpoverlap.microbatch.bound.pieces_time`, with each piece's own times.
+after each. Run whole, that is the sum of all parts. In pieces, compute and link are resources that serve first come,
+first served, and the host, which issues both, is a third:
+:func:`tpoverlap.microbatch.bound.pieces_time`, with each piece's own times.
 """
 
 from __future__ import annotations
@@ -58,12 +59,13 @@ SHAPES = {
 
 @dataclass(frozen=True)
 class Prediction:
-    """Seconds. compute_s, communication_s: of the same pieces, each resource alone and undisturbed. limit_s: the busier
-    of the two, chunk by chunk, which no order of the pieces can beat."""
+    """Seconds. compute_s, communication_s, issue_s: of the same pieces, each resource (device, link, host) alone and
+    undisturbed. limit_s: the busiest of them, chunk by chunk, which no order of the pieces can beat."""
 
     seconds: float
     compute_s: float
     communication_s: float
+    issue_s: float
     limit_s: float
 
     @classmethod
@@ -127,8 +129,9 @@ class Predictor:
         occurrences = ((plain, attends.count(False)), (attending, attends.count(True)), (mlp, len(attends)))
         compute_s = outside_s + sum(count * part.compute_s for row, count in occurrences for part in row)
         communication_s = sum(count * part.communication_s for row, count in occurrences for part in row)
-        limit_s = max(compute_s, communication_s) if overlaps else compute_s + communication_s
-        return Prediction(seconds, compute_s, communication_s, limit_s)
+        issue_s = sum(count * part.issue_s for row, count in occurrences for part in row)
+        on_device_s = max(compute_s, communication_s) if overlaps else compute_s + communication_s
+        return Prediction(seconds, compute_s, communication_s, issue_s, max(on_device_s, issue_s))
 
     def prefill(self, transport: str, tokens: int, chunk: int, num_pieces: int = 1) -> Prediction:
         """A prompt in chunks, each in equal pieces (1: whole). Chunks follow each other without overlap."""
@@ -137,7 +140,7 @@ class Predictor:
             for context, count in chunks(tokens, chunk)
         ]
         logits_s = self._tables.per_prompt
-        return Prediction.sum([*of_chunks, Prediction(logits_s, logits_s, 0.0, logits_s)])
+        return Prediction.sum([*of_chunks, Prediction(logits_s, logits_s, 0.0, 0.0, logits_s)])
 
     def best_cut(self, transport: str, context: int, tokens: int, cut_multiple: int = 128) -> BestCut:
         """The cuts into 1 to 4 pieces at multiples of ``cut_multiple`` that are predicted to be fastest.
@@ -207,7 +210,10 @@ class Predictor:
         compute_s = sum(times.values())
         slowdown = sum(times[kernel] * link.slowdown[kernel] for kernel in KERNELS) / compute_s
         communication_s = link.all_reduce.at(tokens * self._shape.hidden * VALUE_BYTES) * self._bytes_scale
-        return Segment(compute_s, communication_s * (link.beside_compute if overlaps else 1.0), slowdown)
+        communication_s *= link.beside_compute if overlaps else 1.0
+        host = self._tables.host
+        issue_s = 0.0 if host is None else vars(host)[part] + link.issue
+        return Segment(compute_s, communication_s, slowdown, issue_s)
 
 
 def chunks(tokens: int, chunk: int) -> Iterator[tuple[int, int]]:

@@ -25,6 +25,7 @@ from tpoverlap.errors import ConfigError
 
 TABLES_TITLE, TABLES_COLUMNS = "Prediction tables", ["quantity", "at", "keys before", "value"]
 MEASURED_TITLE, MEASURED_COLUMNS = "Measured prefills", ["transport", "pieces", "tokens", "chunk", "seconds"]
+_PARTS = ("dequantization", "host")
 _SINGLE = ("name", "shape", "ranks", "hand_over", "per_chunk", "per_prompt")
 Table = dict[str, Any]
 
@@ -49,10 +50,10 @@ def to_record(tables: DeviceTables, measured: Iterable[Measured]) -> list[Table]
     rows += [["source", None, None, source] for source in given["sources"]]
     rows += [[part, x, None, seconds] for part in ("mixer", "mlp") for x, seconds in given[part]]
     rows += [["attention", *point] for point in given["attention"]["points"]]
-    rows += [[f"dequantization.{field}", None, None, v] for field, v in (given["dequantization"] or {}).items()]
+    rows += [[f"{part}.{field}", None, None, v] for part in _PARTS for field, v in (given[part] or {}).items()]
     for name, transport in given["transports"].items():
         rows += [[f"{name}: all_reduce", x, None, seconds] for x, seconds in transport["all_reduce"]]
-        rows.append([f"{name}: beside_compute", None, None, transport["beside_compute"]])
+        rows += [[f"{name}: {field}", None, None, transport[field]] for field in ("beside_compute", "issue")]
         rows += [[f"{name}: slowdown.{kernel}", None, None, v] for kernel, v in transport["slowdown"].items()]
     return [
         {"title": f"{TABLES_TITLE}: {tables.name}", "columns": TABLES_COLUMNS, "rows": rows},
@@ -87,12 +88,12 @@ def predicted_s(tables: DeviceTables, one: Measured) -> float:
 
 
 def _of_name(record: Mapping[str, Any], name: str) -> tuple[DeviceTables, list[Measured]]:
-    given: dict[str, Any] = {"sources": [], "mixer": [], "mlp": [], "dequantization": None}
+    given: dict[str, Any] = {"sources": [], "mixer": [], "mlp": [], **dict.fromkeys(_PARTS)}
     given |= {"attention": {"points": []}, "transports": {}}
     for quantity, at, context, value in _rows(record, f"{TABLES_TITLE}: {name}", TABLES_COLUMNS):
         transport, separator, field = quantity.rpartition(": ")
         if separator:
-            empty: dict[str, Any] = {"all_reduce": [], "slowdown": {}}
+            empty: dict[str, Any] = {"all_reduce": [], "slowdown": {}, "issue": 0.0}  # earlier records have no issue
             of_transport = given["transports"].setdefault(transport, empty)
             kernel = field.removeprefix("slowdown.")
             if field == "all_reduce":
@@ -107,8 +108,8 @@ def _of_name(record: Mapping[str, Any], name: str) -> tuple[DeviceTables, list[M
             given["attention"]["points"].append([at, context, value])
         elif quantity == "source":
             given["sources"].append(value)
-        elif quantity.startswith("dequantization."):
-            given["dequantization"] = {**(given["dequantization"] or {}), quantity.partition(".")[2]: value}
+        elif (part := quantity.partition("."))[0] in _PARTS:
+            given[part[0]] = {**(given[part[0]] or {}), part[2]: value}
         else:
             given[quantity] = value
     measured = [Measured(*row) for row in _rows(record, f"{MEASURED_TITLE}: {name}", MEASURED_COLUMNS)]

@@ -13,7 +13,10 @@ A tables file is one object; all times are seconds, on one rank, of a kernel tha
                   {"waves": {"slots": 72, "rows": 128, "max_splits": 4, "seconds_per_key": 1.4e-7}},
      "transports": {"NCCL": {"all_reduce": [[bytes, seconds], ...],
                              "beside_compute": 1.0,         factor on those seconds beside compute
+                             "issue": 5e-5,                 what the host needs to issue one, and to hand over
                              "slowdown": {"linear": 0.18, "dequantization": 0.22, "attention": 0.18}}, ...},
+     "host": {"mixer": 2e-4, "attention": 6e-4, "mlp": 1e-4},   what the host needs to issue a piece's mixer, without
+                                                            and with attention, and MLP; null: it is always ahead
      "hand_over": 2.3e-5,                                   what a further piece adds to a segment
      "per_chunk": 1e-4, "per_prompt": 2e-4}                 outside of the layers: embedding and last norm; logits
 
@@ -48,6 +51,7 @@ _FIELDS = (
     "dequantization",
     "attention",
     "transports",
+    "host",
     "hand_over",
     "per_chunk",
     "per_prompt",
@@ -114,6 +118,14 @@ class Transport:
     all_reduce: Curve
     beside_compute: float
     slowdown: Mapping[Kernel, float]
+    issue: float = 0.0
+
+
+@dataclass(frozen=True)
+class Host:
+    mixer: float
+    attention: float
+    mlp: float
 
 
 @dataclass(frozen=True)
@@ -137,6 +149,7 @@ class DeviceTables:
     attention: WaveAttention | PointAttention
     transports: Mapping[str, Transport]
     hand_over: float
+    host: Host | None = None
     per_chunk: float = 0.0
     per_prompt: float = 0.0
 
@@ -177,6 +190,7 @@ def from_json(given: Any) -> DeviceTables:
         dequantization=_dequantization(given["dequantization"]),
         attention=_waves(attention["waves"]) if "waves" in attention else _attention_points(attention["points"]),
         transports={name: _transport(name, transport) for name, transport in transports.items()},
+        host=_host(given["host"]),
         **{field: _number(field, given[field]) for field in ("hand_over", "per_chunk", "per_prompt")},
     )
 
@@ -201,10 +215,12 @@ def to_json(tables: DeviceTables) -> dict[str, Any]:
             name: {
                 "all_reduce": [list(point) for point in transport.all_reduce.points],
                 "beside_compute": transport.beside_compute,
+                "issue": transport.issue,
                 "slowdown": dict(transport.slowdown),
             }
             for name, transport in tables.transports.items()
         },
+        "host": None if tables.host is None else dict(vars(tables.host)),
         "hand_over": tables.hand_over,
         "per_chunk": tables.per_chunk,
         "per_prompt": tables.per_prompt,
@@ -287,12 +303,20 @@ def _dequantization(given: Any) -> Dequantization | None:
     return Dequantization(mixer, mlp, given["per"])
 
 
+def _host(given: Any) -> Host | None:
+    if given is None:
+        return None
+    given = _object("host", given, ("mixer", "attention", "mlp"))
+    return Host(**{part: _number(f"host.{part}", seconds) for part, seconds in given.items()})
+
+
 def _transport(name: str, given: Any) -> Transport:
     name = f"transports.{name}"
-    given = _object(name, given, ("all_reduce", "beside_compute", "slowdown"))
+    given = _object(name, given, ("all_reduce", "beside_compute", "issue", "slowdown"))
     slowdown = _object(f"{name}.slowdown", given["slowdown"], KERNELS)
     return Transport(
         all_reduce=_curve(f"{name}.all_reduce", given["all_reduce"]),
         beside_compute=_number(f"{name}.beside_compute", given["beside_compute"], positive=True),
         slowdown={kernel: _number(f"{name}.slowdown.{kernel}", slowdown[kernel]) for kernel in KERNELS},
+        issue=_number(f"{name}.issue", given["issue"]),
     )

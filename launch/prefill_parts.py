@@ -21,9 +21,9 @@ from predict_records import Measured as MeasuredPrefill
 from predict_tables import Curve, Dequantization, DeviceTables, Kernel, PointAttention, Transport
 from prefill_arms import BASELINE, OURS, PrefillArm
 from prefill_contributions import Measured
+from prefill_host import HostTimes, with_layers
 from prefill_trials import PrefillTrials
 from progress_bar import Progress
-from torch import nn
 
 from tpoverlap.attention import paged_prefill
 from tpoverlap.microbatch.cpu_lane import CpuCommLane
@@ -152,6 +152,15 @@ class _Parts:
             name: replace(base.transports[name], slowdown=self._slowdown(arm, at, base.transports[name]))
             for at, name in self._transports.items()
         }
+        host = None
+        if self._on_device:  # elsewhere computing is issuing
+            piece, times = self._inputs(self._piece, 0), HostTimes(self._trials, self._some)
+            host = times.of_segments(piece.mixers, piece.mlps(self._some))
+            transports = {
+                name: replace(transports[name], issue=times.of_all_reduce(arm, at, host))
+                for at, name in self._transports.items()
+            }
+            self._trials.configure_alone(arm)
         return replace(
             base,
             name=str(kernels),
@@ -159,6 +168,7 @@ class _Parts:
             dequantization=Dequantization(of_mixer, of_mlp, per="chunk"),
             attention=attention,
             transports=transports,
+            host=host,
         )
 
     # Parts
@@ -201,12 +211,8 @@ class _Parts:
     def _per_chunk(self) -> float:
         """Of what surrounds the layers: the embedding, the batch's metadata, the last norm."""
         batch = self._trials.batch(self._ids(self._chunk), 0)
-        layers = self._model.layers
-        self._model.layers = nn.ModuleList()
-        try:
+        with with_layers(self._model, []):
             return self._seconds(lambda: self._model(batch), _CALLS)
-        finally:
-            self._model.layers = layers
 
     def _hand_over(self) -> float:
         """What a segment takes longer on the device (on CPU: in all) for handing a collective to the lane and waiting

@@ -6,6 +6,7 @@ import itertools
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +17,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "launch"))
 
 from bench_common import ROOT, Comparison, check_record
 from bench_prefill import parse_options
-from bench_teams import HOST, PEER
+from bench_teams import HOST, PEER, Team
+from job_world import World
 from predict_records import compare, from_record
-from predict_tables import PointAttention
-from prefill_arms import SERIAL, TILE, everything, prefill_arms
+from predict_tables import Host, PointAttention
+from prefill_arms import OURS, SERIAL, TILE, everything, prefill_arms
 from prefill_contributions import ChunkAccount, Findings, Measured, figures, missed, tables
+from prefill_host import HostTimes
 from prefill_soak import LENGTHS, SETTLED, Footprint, growth
-from prefill_trials import Answer, lead, sample
+from prefill_trials import Answer, PrefillTrials, lead, sample
+from rank_harness import run_ranks
 from synthetic_decoder import SHAPES, synthetic_decoder
 
 from tpoverlap.attention import slot_mapping
@@ -222,6 +226,33 @@ def check_predictions(record: dict[str, Any]) -> None:
     for (one, seconds), row in zip(compare(record), predicted, strict=True):
         assert 0 < seconds < 100 * one.seconds
         assert row[1:6] == [one.transport, one.pieces, one.tokens, one.seconds, seconds]
+
+
+def _host_times(rank: int) -> tuple[float, ...]:
+    team = Team(HOST, World(rank, 2, rank, 2), rank, 2, range(2), torch.device("cpu"))
+    trials = PrefillTrials(team, SHAPES["tiny"], 128, 64, 256)
+    arm = prefill_arms(device="cpu", pieces=2, has_turing=False, fastest=None, with_peer=False)[0]
+    layers = list(trials.model.layers)[:2]
+    with torch.inference_mode():
+        times = HostTimes(trials, layers)
+        host = times.of_segments(lambda some: lambda: time.sleep(0.001 * len(some)), lambda: time.sleep(0.004))
+        before = list(trials.model.layers)
+        all_reduce = times.of_all_reduce(arm, OURS, Host(0.0, 0.0, 0.0))
+        assert list(trials.model.layers) == before
+        # Segments that take the host as long as all of it leave nothing for the all-reduces.
+        assert times.of_all_reduce(arm, OURS, Host(1.0, 1.0, 1.0)) == 0
+    trials.close()
+    return (*vars(host).values(), all_reduce)
+
+
+def test_host_times_are_those_of_the_slowest_rank_and_the_same_on_all() -> None:
+    first, second = run_ranks(_host_times, 2)
+    assert first == second
+    mixer, attention, mlp, all_reduce = first
+    assert 0.001 <= mixer < 0.01
+    assert 0.001 <= attention < 0.01
+    assert 0.002 <= mlp < 0.02
+    assert 0 < all_reduce < 0.1
 
 
 def test_a_short_run_on_cpu_ranks_leaves_all_its_files(tmp_path: Path) -> None:

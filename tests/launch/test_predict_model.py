@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "launch"))
 
 import predict_reference
 from predict_model import SHAPES, ModelShape, Predictor, at_speed, chunks, equal_cuts
-from predict_tables import Curve, Dequantization, DeviceTables, PointAttention, Transport
+from predict_tables import Curve, Dequantization, DeviceTables, Host, PointAttention, Transport
 
 from tpoverlap.errors import ConfigError
 from tpoverlap.microbatch.bound import Segment, overlapped_time
@@ -83,6 +83,23 @@ def test_hand_overs_dequantization_and_slower_all_reduces_count_in_pieces() -> N
     assert ratio == pytest.approx(1.5)
     free, costly = (Predictor(shape, tables(hand_over=s)).split("link", 0, 100, (50,)).seconds for s in (0.0, 0.1))
     assert free < costly <= free + 256 * 0.1 + 1e-6
+
+
+def test_a_host_that_is_slower_than_the_device_decides() -> None:
+    shape = replace(SHAPE, attention_every=4)
+    link = Transport(at_speed(1e12), 1.0, UNDISTURBED, issue=0.1)
+    free, fast, slow = (
+        Predictor(shape, tables(transports={"link": link}, host=host))
+        for host in (None, Host(0.1, 0.2, 0.1), Host(10.0, 30.0, 20.0))
+    )
+    for cuts in ((), (50,)):
+        pieces = len(cuts) + 1
+        of_free, of_fast, of_slow = (one.split("link", 0, 100, cuts) for one in (free, fast, slow))
+        assert of_free.issue_s == 0
+        assert of_fast.issue_s == pytest.approx(pieces * (48 * 0.1 + 16 * 0.2 + 64 * 0.1 + 12.8))
+        assert of_fast.seconds == pytest.approx(of_free.seconds, rel=0.01)  # it runs ahead
+        assert of_slow.issue_s == of_slow.limit_s == pytest.approx(pieces * (48 * 10 + 16 * 30 + 64 * 20 + 12.8))
+        assert of_slow.limit_s <= of_slow.seconds < of_slow.limit_s * 1.01
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -20,11 +20,16 @@ import predict_h200
 import predict_reference
 from bench_common import check_record
 from predict_records import Measured, compare, from_record, to_record
-from predict_tables import Curve, Dequantization, PointAttention, WaveAttention, from_json, read_tables, to_json
+from predict_tables import Curve, Dequantization, Host, PointAttention, WaveAttention, from_json, read_tables, to_json
 
 from tpoverlap.errors import ConfigError
 
-MEASURED = replace(predict_h200.tables(1.3), dequantization=Dequantization(1e-4, 2e-4, "chunk"))
+MEASURED = replace(
+    predict_h200.tables(1.3),
+    dequantization=Dequantization(1e-4, 2e-4, "chunk"),
+    host=Host(2e-4, 6e-4, 1e-4),
+    transports={name: replace(t, issue=5e-5) for name, t in predict_h200.tables(1.3).transports.items()},
+)
 
 
 def given_tables() -> dict[str, Any]:
@@ -95,6 +100,9 @@ def test_a_file_gives_back_what_was_written(tables: Any, tmp_path: Path) -> None
         (lambda t: t.update(attention={"waves": {"slots": 72}}), "attention.waves must be an object"),
         (lambda t: t["dequantization"].update(per="layer"), 'dequantization.per must be "piece" or "chunk"'),
         (lambda t: t["dequantization"].update(mlp=-1), "dequantization.mlp must be a finite number >= 0"),
+        (lambda t: t["host"].pop("mlp"), "host must be an object with exactly the fields"),
+        (lambda t: t["host"].update(mixer=None), "host.mixer must be a finite number >= 0"),
+        (lambda t: t["transports"]["NCCL"].update(issue=-1), "transports.NCCL.issue must be a finite number >= 0"),
         (lambda t: t.update(transports={}), "transports must name at least one"),
         (lambda t: t["transports"]["NCCL"].pop("slowdown"), "transports.NCCL must be an object"),
         (lambda t: t["transports"]["NCCL"].update(beside_compute=0), "transports.NCCL.beside_compute"),
