@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, overload
+from typing import Literal, TypeVar, overload
 
 import torch
 
@@ -106,34 +106,63 @@ def paged_prefill(
     GPUs keys in blocks outside the cache are not seen), UnsupportedError where no backend serves, with each one's
     reasons.
     """
-    check_tensors(q, k_cache, v_cache, block_table, seq_lens, cu_seqlens_q)
-    scale = check_options(scale, sliding_window, softcap, q.shape[2])
-    check_count("num_splits", num_splits or 0, 0)
-    check_count("max_query_len", max_query_len or 0, 0)
+    signature = (
+        *_facts(q),
+        *_facts(k_cache),
+        *_facts(v_cache),
+        *_facts(block_table),
+        *_facts(cu_seqlens_q),
+        *_facts(seq_lens),
+        # What vector_rows asks of the caches.
+        k_cache.stride(),
+        v_cache.stride(),
+        k_cache.data_ptr() % 16,
+        v_cache.data_ptr() % 16,
+        scale,
+        sliding_window,
+        softcap,
+        num_splits,
+        batch_invariant,
+        return_lse,
+        max_query_len,
+        backend,
+    )
+    prepared = _prepared_prefills.get(signature)
+    if prepared is None:
+        check_tensors(q, k_cache, v_cache, block_table, seq_lens, cu_seqlens_q)
+        check_count("num_splits", num_splits or 0, 0)
+        check_count("max_query_len", max_query_len or 0, 0)
+        request = dataclasses.replace(
+            _request(q, k_cache, q.shape[0], sliding_window, softcap, batch_invariant, return_lse),
+            vector_rows=vector_rows(k_cache) and vector_rows(v_cache),
+        )
+        required = (PACKED_PREFILL,) if backend == "auto" else ()
+        if max_query_len is None:
+            selection = _select_by_lengths(request, cu_seqlens_q, backend, required)
+        else:
+            request = dataclasses.replace(request, max_query_len=max_query_len)
+            selection = select_prefill_backend(request, backend=backend, required=required)
+        prepared = _PreparedPrefill(
+            check_options(scale, sliding_window, softcap, q.shape[2]),
+            request.max_query_len,
+            selection.backend.paged_prefill,
+        )
+        if max_query_len is not None:  # else lengths decide
+            _keep(_prepared_prefills, signature, prepared)
     out = output_like(q, out)
     lse = q.new_empty(q.shape[:2], dtype=torch.float32) if return_lse else None
-    request = dataclasses.replace(
-        _request(q, k_cache, q.shape[0], sliding_window, softcap, batch_invariant, return_lse),
-        vector_rows=vector_rows(k_cache) and vector_rows(v_cache),
-    )
-    required = (PACKED_PREFILL,) if backend == "auto" else ()
-    if max_query_len is None:
-        selection = _select_by_lengths(request, cu_seqlens_q, backend, required)
-    else:
-        request = dataclasses.replace(request, max_query_len=max_query_len)
-        selection = select_prefill_backend(request, backend=backend, required=required)
-    selection.backend.paged_prefill(
+    prepared.run(
         q,
         k_cache,
         v_cache,
         block_table,
         cu_seqlens_q,
         seq_lens,
-        scale=scale,
+        scale=prepared.scale,
         sliding_window=sliding_window,
         softcap=softcap,
         num_splits=num_splits,
-        max_query_len=request.max_query_len,
+        max_query_len=prepared.max_query_len,
         out=out,
         lse=lse,
     )
@@ -204,21 +233,11 @@ def paged_decode(
     decode_workspace_size(...)] for the partial results, 16-byte aligned; None: one that is kept for the stream.
     """
     signature = (
-        q.shape,
-        q.dtype,
-        q.device,
-        k_cache.shape,
-        k_cache.dtype,
-        k_cache.device,
-        v_cache.shape,
-        v_cache.dtype,
-        v_cache.device,
-        block_table.shape,
-        block_table.dtype,
-        block_table.device,
-        seq_lens.shape,
-        seq_lens.dtype,
-        seq_lens.device,
+        *_facts(q),
+        *_facts(k_cache),
+        *_facts(v_cache),
+        *_facts(block_table),
+        *_facts(seq_lens),
         scale,
         sliding_window,
         softcap,
@@ -226,14 +245,12 @@ def paged_decode(
         return_lse,
         backend,
     )
-    prepared = _prepared.get(signature)
+    prepared = _prepared_decodes.get(signature)
     if prepared is None:
         prepared = _prepare_decode(
             q, k_cache, v_cache, block_table, seq_lens, scale, sliding_window, softcap, num_splits, return_lse, backend
         )
-        if len(_prepared) >= _MAX_PREPARED:
-            _prepared.clear()
-        _prepared[signature] = prepared
+        _keep(_prepared_decodes, signature, prepared)
     if workspace is not None:
         _check_workspace(workspace, q, num_splits)
     out = output_like(q, out)
@@ -268,9 +285,30 @@ class _PreparedDecode:
     run: Callable[..., None]
 
 
-# A decode of a small batch takes a few microseconds: its checks and its selection are made once a signature.
-_prepared: dict[tuple[object, ...], _PreparedDecode] = {}
+@dataclass(frozen=True)
+class _PreparedPrefill:
+    """The same of a prefill."""
+
+    scale: float
+    max_query_len: int
+    run: Callable[..., None]
+
+
+# Checks and selection take as long as a small kernel: they are made once a signature.
+_prepared_decodes: dict[tuple[object, ...], _PreparedDecode] = {}
+_prepared_prefills: dict[tuple[object, ...], _PreparedPrefill] = {}
 _MAX_PREPARED = 4096
+P = TypeVar("P")
+
+
+def _keep(prepared: dict[tuple[object, ...], P], signature: tuple[object, ...], one: P) -> None:
+    if len(prepared) >= _MAX_PREPARED:
+        prepared.clear()
+    prepared[signature] = one
+
+
+def _facts(x: torch.Tensor) -> tuple[object, ...]:
+    return x.shape, x.dtype, x.device
 
 
 def _prepare_decode(
