@@ -15,13 +15,14 @@ from tpoverlap.quant.nvfp4 import dequantize
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.timeout(300)
 def test_kernels_match_torch_under_the_interpreter() -> None:
     """In a process of its own: Triton reads TRITON_INTERPRET when it is imported."""
     environment = dict(os.environ, TRITON_INTERPRET="1", PYTHONPATH=f"{ROOT}{os.pathsep}{Path(__file__).parent}")
     command = [sys.executable, str(Path(__file__).parent / "interpreter_cases.py")]
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=110, check=False)
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, check=False)
     assert result.returncode == 0, result.stdout + result.stderr
-    assert result.stdout.split() == ["interpreter", "cases", "passed:", "68"]
+    assert result.stdout.split() == ["interpreter", "cases", "passed:", "62"]
 
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="asks for what happens without the interpreter")

@@ -98,6 +98,13 @@ def test_non_finite_weights_name_the_first_index(
         quantize(w)
 
 
+def test_a_weight_beyond_fp32_is_named_with_its_value() -> None:
+    w = torch.ones(2, 16, dtype=torch.float64)
+    w[1, 3] = 1e300
+    with pytest.raises(ValueError, match=r"weight\[1, 3\] is 1e\+300.*finite in FP32"):
+        quantize(w)
+
+
 def test_blocks_do_not_change_the_result(monkeypatch: pytest.MonkeyPatch) -> None:
     w = torch.randn(33, 48, generator=torch.Generator().manual_seed(2))
     whole = quantize(w)

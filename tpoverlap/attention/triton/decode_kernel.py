@@ -119,7 +119,7 @@ def _merge_parts(
             acc = tl.fma(tl.broadcast_to(weight[:, None], [LANES, DIM]), part, acc)
     result, lse = finish_rows(acc, peak, total)
     tl.store(
-        out_row + (head + lanes).to(tl.int64)[:, None] * out_head + dims[None, :] * out_dim,
+        out_row + (head + lanes).to(tl.int64)[:, None] * out_head + dims.to(tl.int64)[None, :] * out_dim,
         result.to(out_row.dtype.element_ty),
         mask=inside,
     )

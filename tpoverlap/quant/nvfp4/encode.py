@@ -36,7 +36,10 @@ def quantize(w: torch.Tensor) -> NVFP4Tensor:
         block = w[start : start + rows].float()
         if not bool(torch.isfinite(block).all()):
             row, column = (int(i) for i in torch.isfinite(block).logical_not().nonzero()[0])
-            raise ValueError(f"weight[{start + row}, {column}] is {float(block[row, column])}: cannot quantize it")
+            value = float(w[start + row, column])
+            raise ValueError(
+                f"weight[{start + row}, {column}] is {value}: only values that are finite in FP32 can be coded"
+            )
         amax = torch.maximum(amax, block.abs().amax())
     global_scale = (amax / (_E2M1_MAX * _E4M3_MAX)).clamp(min=torch.finfo(torch.float32).tiny)
     for start in starts if k else ():
