@@ -267,6 +267,26 @@ def test_flashinfer_is_planned_and_run_as_it_documents(monkeypatch):
     assert (lse[17:] == -math.inf).all()
 
 
+def test_flashinfer_is_given_no_block_outside_the_cache(monkeypatch):
+    case = make_case(5, [(2, 70)], dtype=torch.float16)
+    case.block_table[0, :3] = torch.tensor([-1, 2**31 - 1, 10**6])
+    given = []
+
+    class Wrapper:
+        def __init__(self, workspace, layout):
+            pass
+
+        def plan(self, qo_indptr, indptr, indices, *rest, **options):
+            given.extend(indices.tolist())
+
+    module = types.ModuleType("flashinfer")
+    module.BatchPrefillWithPagedKVCacheWrapper = Wrapper
+    monkeypatch.setitem(sys.modules, "flashinfer", module)
+    flashinfer.planned(*case.prefill, scale=0.1, sliding_window=20, softcap=None)
+    last = case.k_cache.shape[0] - 1
+    assert given == [0, last, last, *case.block_table[0, 3:5].tolist()]
+
+
 def test_a_backend_that_cannot_run_is_refused_by_the_public_functions():
     case = make_case(3, [(1, 9)])
     with pytest.raises(UnsupportedError, match="CUDA"):

@@ -87,10 +87,10 @@ def paged_prefill(
     cu_seqlens_q[r + 1]. k_cache, v_cache [blocks, block_size, kv_heads, head_dim] of the same dtype, any strides,
     q_heads a multiple of kv_heads. block_table int32 [requests, max_blocks]: the blocks of each request in order;
     entries of blocks whose keys no row sees, after the last key or before every window, may hold anything, and so may
-    such keys. cu_seqlens_q int32 [requests + 1], from 0. seq_lens int32 [requests]:
-    keys of each request, the new tokens counted. Row i of the n of a request sees key j iff j <= seq_len - n + i
-    (bottom-right aligned), and with ``sliding_window`` W only the last W of those. Rows that see no key (rows past
-    cu_seqlens_q[-1] among them) give 0.
+    such keys (before a window, and behind a library's backend, anything finite). cu_seqlens_q int32 [requests + 1],
+    from 0. seq_lens int32 [requests]: keys of each request, the new tokens counted. Row i of the n of a request sees
+    key j iff j <= seq_len - n + i (bottom-right aligned), and with ``sliding_window`` W only the last W of those. Rows
+    that see no key (rows past cu_seqlens_q[-1] among them) give 0.
 
     scale: of the scores, default 1 / sqrt(head_dim). softcap: c tanh(score / c) in place of each scaled score.
     num_splits: parts that a backend with split-KV cuts each key range into; None or 0: its own choice.

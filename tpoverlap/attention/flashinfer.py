@@ -89,7 +89,8 @@ def planned(
     wrapper.plan(
         cu_seqlens_q,
         torch.nn.functional.pad(blocks.cumsum(0, dtype=torch.int32), (1, 0)).to(q.device),
-        block_table[used.to(q.device)],
+        # A tile of keys that begins before a window looks blocks up that need not be mapped any more.
+        block_table[used.to(q.device)].clamp(0, k_cache.shape[0] - 1),
         (lengths - (blocks - 1) * block_size).to(torch.int32).to(q.device),
         q.shape[1],
         kv_heads,
