@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -14,8 +10,6 @@ from qsa_cases import exact_scores, loop_select, score_words, select_case
 
 from tpoverlap.attention import qsa
 from tpoverlap.errors import UnsupportedError
-
-DATA = Path(__file__).parents[1] / "data"
 
 
 @settings(max_examples=60, deadline=None)
@@ -45,18 +39,6 @@ def test_torch_version_follows_the_definition(seed, batch, top_k, extra_width, *
     assert report.visible_blocks.tolist() == case.visible
     small = qsa.select_tokens(*args, compress_ratio=case.compress_ratio, top_k=top_k, workspace_bytes=1)
     assert torch.equal(small, got)
-
-
-@pytest.mark.parametrize("path", sorted(DATA.glob("qsa-select-*.npz")), ids=lambda p: p.stem)
-@pytest.mark.parametrize("segments", [False, True, "auto"])
-def test_worked_cases(path, segments):
-    with np.load(path) as file:
-        arrays = {name: file[name] for name in file.files}
-    meta = json.loads(str(arrays.pop("meta")))
-    t = {name: torch.from_numpy(value) for name, value in arrays.items()}
-    expected = t.pop("expected")
-    got = qsa.select_tokens(**t, compress_ratio=meta["compress_ratio"], top_k=meta["top_k"], request_segments=segments)
-    assert torch.equal(got, expected)
 
 
 def test_unseen_columns_keep_their_bytes():
@@ -126,6 +108,16 @@ def test_routes_are_reported_and_do_not_change_the_selection(name):
     else:
         with pytest.raises(UnsupportedError, match=f"request_segments=True is not supported here: .*{reason}"):
             qsa.select_tokens(*args, **forced)
+
+
+@pytest.mark.parametrize("segments", [True, "auto"])
+def test_a_batch_without_rows(segments):
+    case = select_case(4, [0, 0], [200, 90])
+    got, report = qsa.select_tokens(
+        *case.args("cpu"), compress_ratio=4, top_k=6, request_segments=segments, return_report=True
+    )
+    assert got.shape == (0, 27)
+    assert (report.scorer, report.reason, report.chunks) == ("none", "there are no rows", 0)
 
 
 def test_int64_indices_keep_the_paged_scorer():

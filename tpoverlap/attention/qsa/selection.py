@@ -21,8 +21,8 @@ WORKSPACE_BYTES = 64 << 20
 class SelectionReport:
     """scorer: "request_segments", "paged", "request_segments + paged" where decode and prefill rows differ, or "none".
 
-    "none": the block table holds at most top_k blocks, so there is nothing to rank. reason: why that scorer. chunks:
-    how many parts the rows ran in. visible_blocks: int32 [tokens], the blocks that each row saw.
+    "none": there are no rows, or the block table holds at most top_k blocks, so there is nothing to rank. reason: why
+    that scorer. chunks: how many parts the rows ran in. visible_blocks: int32 [tokens], the blocks that each row saw.
     """
 
     scorer: str
@@ -106,11 +106,13 @@ def select_tokens(
     unpadded = decode_rows - (num_padding_tokens if num_decode_tokens is None else 0)
     int32 = all(t.dtype == torch.int32 for t in (block_table, token_to_req, seq_lens, visible_blocks))
     refusal = _segment_refusal(q.shape[1], min(decode_rows, rows_per_chunk), decode_requests, unpadded, all_int32=int32)
-    ranked = columns > top_k
+    ranked = tokens > 0 and columns > top_k
     if ranked and request_segments is True and refusal:
         raise UnsupportedError(f"request_segments=True is not supported here: {refusal}; use 'auto' or False")
     segments = ranked and request_segments is not False and refusal is None
-    if not ranked:
+    if not tokens:
+        scorer, reason = "none", "there are no rows"
+    elif not ranked:
         scorer, reason = "none", f"the block table holds {columns} blocks and top_k is {top_k}: all are listed"
     elif segments:
         scorer, reason = "request_segments", "several rows of a request share each tile of keys"
