@@ -17,6 +17,8 @@ from dsa_cases import check_case, random_case
 from qsa_cases import check_metadata, exact_scores, loop_select, score_words, select_case
 from qsa_layer import run_layer
 from strided_views import spaced
+from test_cases import CASES
+from test_cases import test_worked_case as check_worked_case
 from topk_cases import check_topk
 
 from tpoverlap.attention import qsa
@@ -25,6 +27,7 @@ pytest.importorskip("triton")
 
 if os.environ.get("TRITON_INTERPRET") != "1":
 
+    @pytest.mark.timeout(300)
     def test_kernels_in_the_interpreter():
         run = subprocess.run(
             [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__],
@@ -32,7 +35,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
             cwd=Path(__file__).parents[2],
             capture_output=True,
             text=True,
-            timeout=115,
+            timeout=280,
         )
         assert run.returncode == 0, run.stdout + run.stderr
         assert " passed" in run.stdout
@@ -75,6 +78,14 @@ else:
         )
         check_case(case, "cpu", strided=strided, bounds_dtype=torch.int64 if strided else torch.int32)
 
+    @pytest.mark.parametrize(
+        "path",
+        [p for p in CASES if p.stem.startswith("qsa-") or p.stem == "dsa-end-past-width"],
+        ids=lambda path: path.stem,
+    )
+    def test_worked_cases(path):
+        check_worked_case(path)
+
     @pytest.mark.parametrize("seed", range(8))
     def test_qsa_metadata(seed):
         ring = 8 if seed % 3 == 0 else 0
@@ -111,13 +122,19 @@ else:
     def test_qsa_selection(ratio, top_k, segments):
         case = select_case(9, [3, 2, 1], [150, 40, 77], ratio=ratio, holes=ratio == 3, padding=1)
         q, keys, *indices = case.args("cpu")
-        settings = {"compress_ratio": ratio, "top_k": top_k, "request_segments": segments, "workspace_bytes": 40_000}
         want = loop_select(case, top_k)
-        assert qsa.select_tokens(q, keys, *indices, **settings).tolist() == want
-        columns_first = torch.empty(len(want[0]), len(want), dtype=torch.int32).t()
-        got = qsa.select_tokens(q, keys, *map(spaced, indices), **settings, out=columns_first)
-        assert got is columns_first
-        assert got.tolist() == want
+        out = torch.empty(len(want[0]), len(want), dtype=torch.int32).t()
+        qsa.select_tokens(
+            q,
+            keys,
+            *map(spaced, indices),
+            compress_ratio=ratio,
+            top_k=top_k,
+            request_segments=segments,
+            workspace_bytes=40_000,
+            out=out,
+        )
+        assert out.tolist() == want
 
     @pytest.mark.parametrize(("cache_positions", "cache_dtype"), [(True, "auto"), (False, "fp8")])
     def test_qsa_layer(cache_positions, cache_dtype):
