@@ -10,6 +10,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from tpoverlap.attention.qsa.metadata_kernel import floor_div
+
 
 @triton.jit
 def _widen(bits):
@@ -37,11 +39,6 @@ def _encode_e4m3(x):
     subnormal = (magnitude + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
     code = tl.where(magnitude < 0.015625, subnormal, normal)
     return (tl.where(x != x, 0x7F, code) | sign).to(tl.uint8)
-
-
-@triton.jit
-def _floor_div(a, b: tl.constexpr):
-    return tl.where(a >= 0, a, a - b + 1) // b
 
 
 @triton.jit
@@ -96,7 +93,7 @@ def update_caches(
         end = tl.load(query_start_loc + request + 1).to(tl.int64)
         length = tl.load(seq_lens + request).to(tl.int64)
         prefix = length - (end - start)
-        group = _floor_div(prefix, RATIO) + index
+        group = floor_div(prefix, RATIO) + index
         dims = tl.arange(0, HEAD_PADDED)
         in_head = dims < HEAD
         ring = tl.load(state_table + request.to(tl.int64) * state_table_stride).to(tl.int64)

@@ -9,14 +9,14 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
 @triton.jit
-def _floor_div(a, b):
+def floor_div(a, b):
     """Floor for every sign of a (b > 0), where the machine's division truncates."""
     return tl.where(a >= 0, a, a - b + 1) // b
 
 
 @triton.jit
 def _floor_mod(a, b):
-    return a - _floor_div(a, b) * b
+    return a - floor_div(a, b) * b
 
 
 @triton.jit
@@ -60,7 +60,7 @@ def _token_tile(
     end = tl.load(query_start_loc + request + 1, mask=real, other=0)
     length = tl.load(seq_lens + request, mask=real, other=0).to(tl.int64)
     position = length - end + token
-    visible = tl.maximum(tl.minimum(_floor_div(position + 1, ratio), _floor_div(length, ratio)), 0)
+    visible = tl.maximum(tl.minimum(floor_div(position + 1, ratio), floor_div(length, ratio)), 0)
     tl.store(token_to_req + token, tl.where(real, request, 0), mask=live)
     tl.store(logical_positions + token, tl.where(real, position, -1), mask=live)
     tl.store(visible_blocks + token, tl.where(real, visible, 0).to(tl.int32), mask=live)
@@ -72,8 +72,8 @@ def _token_tile(
         slot = tl.where(block >= 0, block * ring_size + _floor_mod(position, ring_size), -1)
     elif COMPRESSED:
         common = tl.load(slot_mapping + token.to(tl.int64) * slot_stride, mask=real, other=-1)
-        group = _floor_div(position, ratio)
-        column = _floor_div(group, storage_block_size)
+        group = floor_div(position, ratio)
+        column = floor_div(group, storage_block_size)
         stored = (common >= 0) & (_floor_mod(position + 1, ratio) == 0) & (column >= 0) & (column < table_width)
         block = tl.load(row + column * table_stride, mask=real & stored, other=-1).to(tl.int64)
         slot = tl.where(block >= 0, block * storage_block_size + _floor_mod(group, storage_block_size), -1)
@@ -104,7 +104,7 @@ def _work_tile(
         start = tl.load(query_start_loc + base + lane, mask=inside, other=0)
         query_len = tl.load(query_start_loc + base + lane + 1, mask=inside, other=0) - start
         length = tl.load(seq_lens + base + lane, mask=inside, other=0)
-        completed = _floor_div(length, ratio) - _floor_div(length - query_len, ratio)
+        completed = floor_div(length, ratio) - floor_div(length - query_len, ratio)
         count = tl.where(query_len > 0, tl.maximum(completed, 1), 0)
         end = total + tl.cumsum(count, 0)
         # An item belongs to the request whose predecessors end at or before it.
