@@ -40,6 +40,8 @@ def read_text(source: str | None) -> str:
         from pydoc_data.topics import topics
 
         return "\n\n".join(topics.values())
+    if source == "-" and sys.stdin is None:
+        raise ConfigError("--text - reads standard input, which is closed: give it a text, or a file's name")
     try:
         raw = sys.stdin.buffer.read() if source == "-" else Path(source).read_bytes()
     except OSError as error:

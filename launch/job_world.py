@@ -59,11 +59,15 @@ class World:
             return cls(rank=0, size=1, local_rank=0, local_size=1)
         try:
             rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+            local_rank = int(os.environ.get("LOCAL_RANK", rank))
+            local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
+            if not (0 <= rank < size and 0 <= local_rank < local_size):
+                raise ValueError(f"rank {rank} of {size}, {local_rank} of {local_size} on this host")
             with _interruptible():
                 dist.init_process_group("gloo", rank=rank, world_size=size, timeout=_PATIENCE)
         except (KeyError, ValueError, RuntimeError) as error:
             raise ConfigError(f"cannot join the other ranks ({error!r}): start this script with torchrun") from None
-        return cls(rank, size, int(os.environ.get("LOCAL_RANK", rank)), int(os.environ.get("LOCAL_WORLD_SIZE", size)))
+        return cls(rank, size, local_rank, local_size)
 
     def on_first(self, work: Callable[[], T]) -> T | None:
         """Does ``work`` on rank 0, whose result stays there; an error of it raises JobError on every rank."""

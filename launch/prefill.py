@@ -29,17 +29,19 @@ def main() -> int:
     options = parse_options()
     # Models are read from disk only, and what transformers would warn about is checked here.
     os.environ |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
-    rank = int(os.environ.get("RANK", "0"))
+    rank = os.environ.get("RANK", "0")
     try:
         with ExitStack() as stack:
             world = World.join()
             stack.callback(world.leave)
             run(options, world, stack)
-    except TpOverlapError as error:
-        if not isinstance(error, JobError) or error.reporter == rank:
+    except (TpOverlapError, OSError) as error:
+        if not isinstance(error, JobError) or str(error.reporter) == rank:
             print(f"prefill: rank {rank}: {error}", file=sys.stderr, flush=True)
         return 1
     except KeyboardInterrupt:
+        if rank == "0":
+            print("prefill: interrupted", file=sys.stderr, flush=True)
         return 130
     return 0
 

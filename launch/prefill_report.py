@@ -99,10 +99,13 @@ def report(
     title = f"{model}: prefill of {len(found.request.prompt)} tokens, {options.weights} weights, {ranks}"
     if emulated:
         title += f", emulated link of {options.emulate_link_gbps:g} GB/s"
-    print(title)
-    _print_table(mine, served, emulated)
-    if mine[-1].generated:
-        print(f"generated after the text:\n{found.tokenizer.decode(mine[-1].generated)}\n")
+    try:
+        print(title)
+        _print_table(mine, served, emulated)
+        if mine[-1].generated:
+            print(f"generated after the text:\n{found.tokenizer.decode(mine[-1].generated)}\n", flush=True)
+    except OSError as error:
+        raise ConfigError(f"the results cannot be printed ({error.strerror or error})") from None
     print(_write_timeline(mine, title, emulated, options.timeline, options.trace), flush=True)
 
 

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 
 import torch
 from job_machine import require_packages
-from job_memory import require_memory, told_if_memory_ends
 from job_text import default_model, load_tokenizer, read_text
 from job_world import World
+from prefill_memory import require_memory, told_if_memory_ends
 from prefill_options import Options
 from prefill_passes import Pass
 from progress_bar import Progress

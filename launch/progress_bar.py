@@ -25,7 +25,7 @@ class Progress:
             raise ValueError(f"progress of {label!r} needs a total of 1 step or more, got {total}")
         self.label, self.total, self.done = label, total, 0
         self._stream = sys.stderr if stream is None else stream
-        self._silent = int(os.environ.get("RANK", "0")) != 0
+        self._silent = os.environ.get("RANK", "0") != "0"
         self._interval_s = interval_s
         self._bar: RichProgress | None = None
 

@@ -447,6 +447,62 @@ def test_more_ranks_than_eight_are_refused(arguments: list[str], monkeypatch: py
     assert "1 ranks are not supported: start 1 to 0" in line_of(run_here(arguments))
 
 
+def test_ctrl_c_in_the_middle_ends_with_a_word_and_status_130(
+    arguments: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tpoverlap.model.layers import MLP
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(MLP, "forward", interrupt)
+    done = run_here(arguments)
+    assert done.status == 130
+    assert done.err.splitlines()[-1] == "prefill: interrupted"
+    assert "Traceback" not in done.err
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"RANK": "first", "WORLD_SIZE": "1"},
+        {"RANK": "0"},
+        {"RANK": "2", "WORLD_SIZE": "2"},
+        {"RANK": "-1", "WORLD_SIZE": "2"},
+        {"RANK": "0", "WORLD_SIZE": "0"},
+        {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "x"},
+        {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "0"},
+    ],
+)
+def test_an_environment_that_torchrun_would_not_make_is_refused_at_once(
+    arguments: list[str], wrong: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in ({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29999"} | wrong).items():
+        monkeypatch.setenv(name, value)
+    done = run_here(arguments)
+    assert done.status == 1
+    assert len(done.err.splitlines()) == 1
+    assert re.search(r"cannot join the other ranks .*: start this script with torchrun", done.err)
+
+
+def test_closed_streams_are_told(arguments: list[str]) -> None:
+    def run(streams: str) -> subprocess.CompletedProcess[str]:
+        command = ["sh", "-c", f'exec "$0" "$@" {streams}', sys.executable, str(LAUNCH / "prefill.py"), *arguments]
+        clean = {name: value for name, value in os.environ.items() if name != "RANK"}
+        return subprocess.run(command, capture_output=True, text=True, timeout=100, env=clean)
+
+    for streams, extra, message in [
+        ("<&-", ["--text", "-"], "--text - reads standard input, which is closed"),
+        (">/dev/full", ["--tokens", "20"], "the results cannot be printed (No space left on device)"),
+    ]:
+        done = run(f"{' '.join(extra)} {streams}")
+        assert done.returncode == 1, done.stderr
+        assert f"prefill: rank 0: {message}" in done.stderr
+        assert "Traceback" not in done.stderr
+
+
 def test_ctrl_c_ends_a_rank_that_waits_for_the_others(arguments: list[str]) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

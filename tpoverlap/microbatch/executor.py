@@ -146,7 +146,8 @@ class MicroBatchExecutor:
                 return output
             except BaseException as e:
                 # Peers may already wait for this rank's next collective, and a piece of this rank for theirs.
-                self._group.abort(f"{type(e).__name__} on rank {self._group.rank}: {e}", raised=True)
+                words = f": {e}" if str(e) else ""
+                self._group.abort(f"{type(e).__name__} on rank {self._group.rank}{words}", raised=True)
                 if run is not None:
                     with contextlib.suppress(Exception):  # of a broken device: the first error is the one to be told
                         run.settle()
