@@ -122,11 +122,16 @@ class SimulatedGpu:
         self._held.clear()
 
     def group(self, **config: Any) -> GroupCoordinator:
-        """A coordinator of all ranks on simulated GPUs, with the copy engines' modes."""
+        """A coordinator of all ranks on simulated GPUs, with the copy engines' modes alone unless ``max_bytes`` says
+        otherwise."""
         options = {"max_bytes": 0, "timeout_s": 20.0, "peer_access": "ignore", **config}
         coordinator.call_of = lambda operation, x: Call(operation, x.dtype, x.nbytes, "cuda")  # type: ignore[assignment]
         ranks = range(dist.get_world_size())
         return GroupCoordinator(ranks, 0, "cuda:0", HostReduceConfig(**options), dist.group.WORLD)
+
+    def has_nvrtc(self) -> None:
+        """Makes the compiler importable, for who stands in for what it compiles."""
+        sys.modules["cuda.bindings.nvrtc"] = ModuleType("cuda.bindings.nvrtc")
 
     # For the stand-ins
 

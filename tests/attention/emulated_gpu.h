@@ -18,6 +18,8 @@
 #include <string>
 #include <vector>
 
+#include "emulated_half.h"
+
 #define DEVICE static inline
 #define __global__
 #define __launch_bounds__(...)
@@ -187,37 +189,6 @@ static void check_readable(const void* from, size_t bytes) {
     const auto& ranges = block->readable;
     auto after = std::upper_bound(ranges.begin(), ranges.end(), at, [](uintptr_t x, const Range& r) { return x < r.begin; });
     if (after == ranges.begin() || at + bytes > (after - 1)->end) fail("global load outside of what may be read");
-}
-
-static float half_to_float(uint16_t x) {
-    static const std::vector<float> table = [] {
-        std::vector<float> values(65536);
-        for (int i = 0; i < 65536; i++) {
-            const int exponent = i >> 10 & 31, mantissa = i & 1023;
-            float value = exponent == 31 ? (mantissa ? NAN : INFINITY)
-                          : exponent     ? ldexpf(1024 + mantissa, exponent - 25)
-                                         : ldexpf(mantissa, -24);
-            values[i] = i & 0x8000 ? -value : value;
-        }
-        return values;
-    }();
-    return table[x];
-}
-
-static uint16_t float_to_half(float x) {
-    u32 bits;
-    memcpy(&bits, &x, 4);
-    const uint16_t sign = bits >> 16 & 0x8000;
-    const float magnitude = fabsf(x);
-    if (isnan(x)) return sign | 0x7fff;
-    if (magnitude >= 65520.f) return sign | 0x7c00;
-    int exponent;
-    frexpf(magnitude, &exponent);
-    const float unit = ldexpf(1.f, std::max(exponent - 11, -24));
-    const float rounded = nearbyintf(magnitude / unit) * unit;  // round to nearest, ties to even
-    if (rounded < ldexpf(1.f, -14)) return sign | static_cast<uint16_t>(ldexpf(rounded, 24));
-    frexpf(rounded, &exponent);
-    return sign | static_cast<uint16_t>((exponent + 14) << 10 | (static_cast<int>(ldexpf(rounded, 11 - exponent)) & 1023));
 }
 
 struct Matrix {

@@ -32,6 +32,9 @@ struct Arguments {
 // A wait that has been poisoned sees a number at least this far ahead; the protocol itself never leads by more than one.
 constexpr unsigned int kPoisoned = 1u << 29;
 
+#ifdef TPOVERLAP_EMULATED_GPU
+#include TPOVERLAP_EMULATED_GPU
+#else
 __device__ __forceinline__ unsigned int load_acquire(const unsigned int *p) {
     unsigned int value;
     asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(p) : "memory");
@@ -57,6 +60,19 @@ __device__ __forceinline__ void store_volatile(unsigned char *p, uint4 v) {
                  : "memory");
 }
 
+__device__ __forceinline__ float half_to_float(unsigned short half) {
+    float wide;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(wide) : "h"(half));
+    return wide;
+}
+
+__device__ __forceinline__ unsigned short float_to_half(float wide) {
+    unsigned short half;
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(half) : "f"(wide));
+    return half;
+}
+#endif
+
 // The two 16-bit formats by their bits: NVRTC comes without the toolkit's headers.
 struct Float16 {
     unsigned short bits;
@@ -66,17 +82,11 @@ struct BFloat16 {
 };
 
 __device__ __forceinline__ float widen(float v) { return v; }
-__device__ __forceinline__ float widen(Float16 v) {
-    float wide;
-    asm("cvt.f32.f16 %0, %1;" : "=f"(wide) : "h"(v.bits));
-    return wide;
-}
+__device__ __forceinline__ float widen(Float16 v) { return half_to_float(v.bits); }
 __device__ __forceinline__ float widen(BFloat16 v) { return __uint_as_float(static_cast<unsigned int>(v.bits) << 16); }
 
 __device__ __forceinline__ void narrow(float v, float *to) { *to = v; }
-__device__ __forceinline__ void narrow(float v, Float16 *to) {
-    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(to->bits) : "f"(v));
-}
+__device__ __forceinline__ void narrow(float v, Float16 *to) { to->bits = float_to_half(v); }
 // Round to nearest, ties to even, on the bits: the instruction for it exists from sm_80 on only.
 __device__ __forceinline__ void narrow(float v, BFloat16 *to) {
     const unsigned int bits = __float_as_uint(v);
