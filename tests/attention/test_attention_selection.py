@@ -215,6 +215,27 @@ def test_flash_attn_is_called_as_it_documents(monkeypatch):
     assert calls[0][2]["softcap"] == 0.0
 
 
+def test_a_library_decodes_by_a_prefill_of_one_token_a_request(monkeypatch):
+    case = make_case(6, [(1, 70), (1, 0), (1, 300)], block_size=256, dtype=torch.float16)
+    calls = []
+
+    def flash_attn_varlen_func(q, k, v, cu_q, cu_k, max_q, max_k, **options):
+        calls.append((cu_q.tolist(), max_q))
+        out, lse = _gathered(case, options["block_table"])
+        return out, lse.t(), None
+
+    module = types.ModuleType("flash_attn")
+    module.flash_attn_varlen_func = flash_attn_varlen_func
+    monkeypatch.setitem(sys.modules, "flash_attn", module)
+    options = {"scale": 0.125, "sliding_window": None, "softcap": None, "num_splits": 16, "workspace": None}
+    out, lse = torch.full_like(case.q, math.nan), torch.full(case.q.shape[:2], math.nan)
+    flash_attn.paged_decode(*case.decode, out=out, lse=lse, **options)
+    assert calls == [([0, 1, 2, 3], 1)]
+    want = _gathered(case, case.block_table)
+    assert torch.equal(out, want[0])
+    assert torch.equal(lse, want[1])
+
+
 def test_flashinfer_is_planned_and_run_as_it_documents(monkeypatch):
     case = make_case(2, RAGGED, block_size=16, dtype=torch.float16)
     padded_q = torch.cat([case.q, torch.full_like(case.q[:2], math.nan)])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from tpoverlap.attention.backend import PACKED_PREFILL, PrefillRequest
-from tpoverlap.attention.library import clear_unseen_rows, library_rejections
+from tpoverlap.attention.library import clear_unseen_rows, decode_by, library_rejections
 
 name = "flash_attn"
 capabilities = frozenset({PACKED_PREFILL})
@@ -66,33 +66,4 @@ def paged_prefill(
     clear_unseen_rows(out, lse, cu_seqlens_q, seq_lens)
 
 
-def paged_decode(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    block_table: torch.Tensor,
-    seq_lens: torch.Tensor,
-    *,
-    scale: float,
-    sliding_window: int | None,
-    softcap: float | None,
-    num_splits: int,
-    out: torch.Tensor,
-    lse: torch.Tensor | None,
-    workspace: torch.Tensor | None,
-) -> None:
-    paged_prefill(
-        q,
-        k_cache,
-        v_cache,
-        block_table,
-        torch.arange(q.shape[0] + 1, dtype=torch.int32, device=q.device),
-        seq_lens,
-        scale=scale,
-        sliding_window=sliding_window,
-        softcap=softcap,
-        num_splits=None,
-        max_query_len=1,
-        out=out,
-        lse=lse,
-    )
+paged_decode = decode_by(paged_prefill)

@@ -1,10 +1,12 @@
-"""What the adapters of attention libraries share: conditions of their GPUs, and rows that see no key."""
+"""What the adapters of attention libraries share: conditions of their GPUs, their decode, rows that see no key."""
 
 from __future__ import annotations
 
 import functools
 import importlib.util
 import math
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -40,6 +42,26 @@ def library_rejections(request: PrefillRequest, module: str, package: str) -> li
     if request.sinks:
         reasons.append("it is used without attention sinks")
     return reasons
+
+
+def decode_by(prefill: Callable[..., None]) -> Callable[..., None]:
+    """The decode of a library whose prefill serves it: one query token a request, cut as the library chooses."""
+
+    def paged_decode(
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        block_table: torch.Tensor,
+        seq_lens: torch.Tensor,
+        *,
+        num_splits: int,
+        workspace: torch.Tensor | None,
+        **options: Any,
+    ) -> None:
+        starts = torch.arange(q.shape[0] + 1, dtype=torch.int32, device=q.device)
+        prefill(q, k_cache, v_cache, block_table, starts, seq_lens, num_splits=None, max_query_len=1, **options)
+
+    return paged_decode
 
 
 def clear_unseen_rows(
