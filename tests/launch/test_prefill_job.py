@@ -151,6 +151,28 @@ def test_text_comes_from_stdin_and_a_short_one_is_used_whole(arguments: list[str
     assert "stdin has 50 tokens, fewer than --tokens 600: all of them are used" in done.err
 
 
+@pytest.mark.parametrize("text", [TEXT * 30, "many words in " * 2000, " " * 20_000 + TEXT, "x" * 30, ""])
+@pytest.mark.parametrize("count", [2, 100, 5000])
+def test_the_first_tokens_of_a_long_text_are_those_of_all_of_it(model: Path, text: str, count: int) -> None:
+    import prefill_setup
+    from job_text import load_tokenizer
+
+    class Counting:
+        longest = 0
+        tokenizer = load_tokenizer(model)
+
+        def __call__(self, part: str) -> Any:
+            self.longest = max(self.longest, len(part))
+            return self.tokenizer(part)
+
+    tokenizer = Counting()
+    ids = prefill_setup._first_tokens(tokenizer, text, count)  # type: ignore[arg-type]
+    whole = tokenizer.tokenizer(text)["input_ids"]
+    assert ids[:count] == whole[:count]
+    assert (len(ids) < count) == (len(whole) < count)
+    assert tokenizer.longest <= 8 * (count + 64) or len(whole) < count + 64
+
+
 def test_the_default_text_is_pythons_language_reference(arguments: list[str]) -> None:
     del arguments[2:4]
     done = run_here([*arguments, "--tokens", "20", "--generate", "0"])
