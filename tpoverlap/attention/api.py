@@ -107,12 +107,24 @@ def paged_prefill(
     reasons.
     """
     signature = (
-        *_facts(q),
-        *_facts(k_cache),
-        *_facts(v_cache),
-        *_facts(block_table),
-        *_facts(cu_seqlens_q),
-        *_facts(seq_lens),
+        q.shape,
+        q.dtype,
+        q.device,
+        k_cache.shape,
+        k_cache.dtype,
+        k_cache.device,
+        v_cache.shape,
+        v_cache.dtype,
+        v_cache.device,
+        block_table.shape,
+        block_table.dtype,
+        block_table.device,
+        cu_seqlens_q.shape,
+        cu_seqlens_q.dtype,
+        cu_seqlens_q.device,
+        seq_lens.shape,
+        seq_lens.dtype,
+        seq_lens.device,
         # What vector_rows asks of the caches.
         k_cache.stride(),
         v_cache.stride(),
@@ -233,11 +245,21 @@ def paged_decode(
     decode_workspace_size(...)] for the partial results, 16-byte aligned; None: one that is kept for the stream.
     """
     signature = (
-        *_facts(q),
-        *_facts(k_cache),
-        *_facts(v_cache),
-        *_facts(block_table),
-        *_facts(seq_lens),
+        q.shape,
+        q.dtype,
+        q.device,
+        k_cache.shape,
+        k_cache.dtype,
+        k_cache.device,
+        v_cache.shape,
+        v_cache.dtype,
+        v_cache.device,
+        block_table.shape,
+        block_table.dtype,
+        block_table.device,
+        seq_lens.shape,
+        seq_lens.dtype,
+        seq_lens.device,
         scale,
         sliding_window,
         softcap,
@@ -305,10 +327,6 @@ def _keep(prepared: dict[tuple[object, ...], P], signature: tuple[object, ...], 
     if len(prepared) >= _MAX_PREPARED:
         prepared.clear()
     prepared[signature] = one
-
-
-def _facts(x: torch.Tensor) -> tuple[object, ...]:
-    return x.shape, x.dtype, x.device
 
 
 def _prepare_decode(
