@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -60,7 +61,10 @@ class NVFP4Linear(nn.Module):
     @property
     def weight(self) -> NVFP4Tensor:
         """The quantized weight; shares the buffers."""
-        buffers = (self.codes, self.scales, self.global_scale)
+        held: dict[str, Any] = (
+            self._buffers
+        )  # a module's attributes take ten times as long, and a layer asks for these twice
+        buffers = (held["codes"], held["scales"], held["global_scale"])
         if self._weight is None or any(a is not b for a, b in zip(self._weight[0], buffers, strict=True)):
             self._weight = (buffers, NVFP4Tensor(*buffers, (self.out_features, self.in_features)))
         return self._weight[1]
