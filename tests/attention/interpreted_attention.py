@@ -34,6 +34,19 @@ def test_packed_prefill(dtype, options, layout, block_size):
     assert_close(got, solve(case, **options), ROUNDING[dtype] + 1e-5)
 
 
+@pytest.mark.parametrize("softcap", [0.5, 50.0, 300.0, 5000.0])
+@pytest.mark.parametrize("scale", [0.1, 1.0, 10.0])
+def test_any_softcap_is_exact_in_fp32(softcap, scale):
+    case = make_case(11, [(4, 60), (1, 90)], q_heads=2, kv_heads=1)
+    want = solve(case, softcap=softcap, scale=scale)
+    bound = 1e-5 + 1e-6 * want[1].abs().max().item()  # the scores themselves are rounded to FP32
+    assert_close(
+        paged_prefill(*case.prefill, backend="triton", return_lse=True, softcap=softcap, scale=scale), want, bound
+    )
+    got = paged_prefill(*case.prefill, backend="triton_rows", return_lse=True, softcap=softcap, scale=scale)
+    assert_close(got, want, bound)
+
+
 @pytest.mark.parametrize("keys", [1, 31, 32, 33, 511, 512, 513])
 def test_packed_prefill_lengths(keys):
     case = make_case(keys, [(1, keys), (min(keys, 12), keys)], q_heads=3, kv_heads=1, block_size=32)

@@ -26,7 +26,8 @@ def library() -> ctypes.CDLL:
     kernels = Path(launch.__file__).parent
     with tempfile.TemporaryDirectory() as folder:
         built = Path(folder) / "emulated_turing.so"
-        flags = ["-std=c++17", "-O2", "-shared", "-fPIC", "-Wno-unknown-pragmas", f"-I{HERE}", f"-I{HERE.parent}", f"-I{kernels}"]
+        flags = ["-std=c++17", "-O2", "-shared", "-fPIC", "-Wno-unknown-pragmas"]
+        flags += [f"-I{folder}" for folder in (HERE, HERE.parent, kernels)]
         subprocess.run([COMPILER, *flags, str(HERE / "emulated_turing.cpp"), "-o", str(built)], check=True, timeout=100)
         loaded = ctypes.CDLL(str(built))
     assert loaded.arguments_size() == ctypes.sizeof(launch.Arguments)

@@ -243,7 +243,7 @@ def decode_kernel(
         k = tl.load(k_keys[:, None] + dims[None, :] * k_dim, mask=inside_keys, other=0.0)
         scores = tl.dot(q_rows, tl.trans(k), input_precision="ieee")
         if SOFTCAP:
-            scores = soft_capped(scores, tanh_factor)
+            scores = soft_capped(scores, tanh_factor, k.dtype == tl.float32)
         scores = tl.where(visible[None, :], scores, float("-inf"))
         weights, decay, peak, total = softmax_step(scores, multiplier, peak, total)
         v_keys = v_base + key_offsets(ids, key, num_blocks, v_block, v_row, BLOCK_SIZE, BLOCK_N)

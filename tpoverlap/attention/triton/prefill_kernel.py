@@ -71,7 +71,7 @@ def _attend(
         k = tl.load(k_at, mask=(dims < HEAD_DIM)[None, :], other=0.0)
     scores = tl.dot(q, tl.trans(k), input_precision="ieee")
     if SOFTCAP:
-        scores = soft_capped(scores, tanh_factor)
+        scores = soft_capped(scores, tanh_factor, k.dtype == tl.float32)
     if MASKED:
         visible = (keys[None, :] <= position[:, None]) & (keys < end)[None, :]
         if WINDOW:
