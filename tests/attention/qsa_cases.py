@@ -164,6 +164,7 @@ def select_case(
     dtype: torch.dtype = torch.float16,
     sparse_keys: bool = True,
     extra_width: int = 1,
+    padding_request: int = 0,
 ) -> SelectCase:
     """sparse_keys: most products are 0, which makes many ties. holes: some block ids lie outside the cache."""
     g = torch.Generator().manual_seed(seed)
@@ -181,7 +182,7 @@ def select_case(
     if sparse_keys:
         keys[..., 3:] = 0
     rows = [(i, s - n + j) for i, (n, s) in enumerate(zip(query_lens, seq_lens, strict=True)) for j in range(n)]
-    rows += [(0, -1)] * padding
+    rows += [(padding_request, -1)] * padding
     return SelectCase(
         q,
         keys.to(dtype),

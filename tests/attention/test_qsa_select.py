@@ -21,6 +21,7 @@ from tpoverlap.errors import UnsupportedError
     heads=st.sampled_from([1, 3, 4, 8]),
     top_k=st.sampled_from([1, 3, 12, 40]),
     padding=st.integers(0, 3),
+    padding_request=st.sampled_from([0, -1]),
     holes=st.booleans(),
     extra_width=st.sampled_from([-2, 0, 1]),
 )
@@ -118,6 +119,23 @@ def test_a_batch_without_rows(segments):
     )
     assert got.shape == (0, 27)
     assert (report.scorer, report.reason, report.chunks) == ("none", "there are no rows", 0)
+
+
+@pytest.mark.parametrize("request_id", [-1, 2])
+def test_rows_of_no_request_are_refused(request_id):
+    case = select_case(4, [2, 2], [200, 90])
+    q, keys, table, request, position, lens = case.args("cpu")
+    visible = torch.tensor(case.visible, dtype=torch.int32)
+    request[3] = request_id
+    message = f"token_to_req must be from 0 to 1, got {request_id} for row 3"
+    for scorer in (qsa.score_paged, qsa.score_request_segments):
+        with pytest.raises(ValueError, match=message):
+            scorer(q, keys, table, request, visible)
+        visible[3] = 0
+        scorer(q, keys, table, request, visible)
+        visible[3] = 10
+    with pytest.raises(ValueError, match=message):
+        qsa.select_tokens(q, keys, table, request, position, lens, compress_ratio=4, top_k=6)
 
 
 def test_int64_indices_keep_the_paged_scorer():

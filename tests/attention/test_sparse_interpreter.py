@@ -136,6 +136,25 @@ else:
         )
         assert out.tolist() == want
 
+    @pytest.mark.parametrize("segments", [False, True])
+    def test_padding_rows_may_name_no_request(segments):
+        case = select_case(9, [3, 2], [150, 40], padding=3, padding_request=-1)
+        first = torch.tensor([5, 6, 0, 1, 2, 3, 4, 7])
+        q, keys, table, request, position, lens = case.args("cpu")
+        got = qsa.select_tokens(
+            q[first],
+            keys,
+            table,
+            request[first],
+            position[first],
+            lens,
+            compress_ratio=4,
+            top_k=6,
+            request_segments=segments,
+        )
+        want = loop_select(case, 6)
+        assert got.tolist() == [want[i] for i in first.tolist()]
+
     @pytest.mark.parametrize(("cache_positions", "cache_dtype"), [(True, "auto"), (False, "fp8")])
     def test_qsa_layer(cache_positions, cache_dtype):
         run_layer(5, "cpu", cache_positions=cache_positions, cache_dtype=cache_dtype, steps=5)

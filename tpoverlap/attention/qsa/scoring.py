@@ -36,15 +36,16 @@ def score_paged(
 
     q: [tokens, heads, 128], FP16 with FP16 or e4m3 keys, BF16 with BF16 or e4m3 keys. key_cache: [blocks, S, 128], any
     strides but the last. block_table: [requests, width]; column c of request i is row c % S of block
-    block_table[i, c // S], and -inf where that block is not in the cache. token_to_req, visible_blocks: [tokens], the
-    requests in range; columns from visible_blocks[t] on are not written, and hold anything in a result that was not
-    given. Integers are int32 or int64. scale: 1 / sqrt(128) for None. out: FP32 [tokens, width * S], unit stride along
-    the columns.
+    block_table[i, c // S], and -inf where that block is not in the cache. token_to_req, visible_blocks: [tokens]; a row
+    that sees no block may name no request. Columns from visible_blocks[t] on are not written, and hold anything in a
+    result that was not given. Integers are int32 or int64. scale: 1 / sqrt(128) for None. out: FP32 [tokens, width *
+    S], unit stride along the columns.
 
     Offsets are 64-bit. Raises ValueError for wrong shapes, dtypes and devices, UnsupportedError for BF16 below compute
     capability 8.0. Source: the lightning indexer's ReLU scores (DeepSeek-V3.2), over compressed keys.
     """
     scale = check_scorer(q, key_cache, block_table, token_to_req, visible_blocks, scale)
+    check_requests(token_to_req, block_table.shape[0], visible_blocks, 1)
     out = _score_output(out, q, key_cache, block_table)
     score(q, key_cache, block_table, token_to_req, visible_blocks, scale, out, max_segment=1, skip_visible=0)
     return out
@@ -74,6 +75,7 @@ def score_request_segments(
         raise UnsupportedError(
             f"request segments serve {SEGMENT_HEADS} heads of {HEAD_DIM}, q has {q.shape[1]}: use score_paged"
         )
+    check_requests(token_to_req, block_table.shape[0], visible_blocks, 1)
     out = _score_output(out, q, key_cache, block_table)
     score(q, key_cache, block_table, token_to_req, visible_blocks, scale, out, max_segment=max_segment, skip_visible=0)
     return out
@@ -146,6 +148,16 @@ def check_scorer(
     if not math.isfinite(scale):
         raise ValueError(f"scale must be None (1 / sqrt({HEAD_DIM})) or a finite number, got {scale!r}")
     return float(scale)
+
+
+def check_requests(token_to_req: torch.Tensor, requests: int, amounts: torch.Tensor, least: int) -> None:
+    """Raise ValueError if a row of at least that amount names no request. Not on a GPU, where it would have to wait."""
+    if token_to_req.is_cuda:
+        return
+    wrong = ((amounts >= least) & ((token_to_req < 0) | (token_to_req >= requests))).nonzero()
+    if len(wrong):
+        row = int(wrong[0])
+        raise ValueError(f"token_to_req must be from 0 to {requests - 1}, got {int(token_to_req[row])} for row {row}")
 
 
 def _score_output(

@@ -44,13 +44,14 @@ def _segment_of(row, num_rows, token_to_req, request, SEGMENT: tl.constexpr, WIN
     searching = 1
     while searching != 0:
         before = row - in_run - 1 - lane
-        other = tl.load(token_to_req + before, mask=before >= 0, other=-1)
-        ends = tl.min(tl.where(other == request, WINDOW, lane))
+        same = (before >= 0) & (tl.load(token_to_req + before, mask=before >= 0, other=-1) == request)
+        ends = tl.min(tl.where(same, WINDOW, lane))
         in_run += ends
         searching = (ends == WINDOW).to(tl.int32)
     ahead = tl.arange(0, SEGMENT)
-    same = tl.load(token_to_req + row + ahead, mask=row + ahead < num_rows, other=-1) == request
-    count = tl.min(tl.where(same, SEGMENT, ahead))
+    inside = row + ahead < num_rows
+    follows = inside & (tl.load(token_to_req + row + ahead, mask=inside, other=-1) == request)
+    count = tl.min(tl.where(follows, SEGMENT, ahead))
     return tl.where(in_run % SEGMENT == 0, count, 0)
 
 

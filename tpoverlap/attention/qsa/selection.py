@@ -59,7 +59,8 @@ def select_tokens(
     them the open tail, ((pos + 1) // r) * r .. pos. Positions from the sequence's end on never appear.
 
     q, key_cache, block_table, token_to_req, scale: as :func:`score_paged`. logical_positions: [tokens], int32 or int64,
-    -1 for padding. seq_lens: [requests]. visible_blocks: [tokens], from the batch's metadata; computed for None.
+    -1 for padding, whose request may be -1 too. seq_lens: [requests]. visible_blocks: [tokens], from the batch's
+    metadata; computed for None.
 
     request_segments: "auto" scores several rows of a request at once where that serves and pays; False never does; True
     raises UnsupportedError with the condition that fails, where there is anything to score. It serves two or more
@@ -227,4 +228,5 @@ def _check(
             raise ValueError(f"{name} must be int32 or int64 [{size}], got {tensor.dtype} {list(tensor.shape)}")
         if tensor.device != q.device:
             raise ValueError(f"{name} must be on the device of q, {q.device}, got {tensor.device}")
+    scoring.check_requests(token_to_req, block_table.shape[0], logical_positions, 0)
     return scale

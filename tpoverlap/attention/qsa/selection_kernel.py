@@ -31,7 +31,8 @@ def select_positions(
     row = tl.program_id(0).to(tl.int64)
     visible = tl.maximum(tl.load(visible_blocks + row), 0).to(tl.int32)
     position = tl.load(logical_positions + row).to(tl.int64)
-    length = tl.load(seq_lens + tl.load(token_to_req + row)).to(tl.int64)
+    # A padding row's request may be -1.
+    length = tl.load(seq_lens + tl.load(token_to_req + row), mask=position >= 0, other=0).to(tl.int64)
     scored = tl.minimum(visible, num_columns)
     place = tl.arange(0, K_PADDED)
     # Where nothing is left out all visible blocks are listed, those past the table's width too.
