@@ -5,7 +5,7 @@ device is that of CPU tensors, and torch operations inside :meth:`SimulatedGpu.c
 thread's current stream. So what depends on an order that streams, events and words do not force comes out wrong.
 
 It stands in for ``cuda.bindings.driver`` and for what tpoverlap uses of ``torch.cuda``, in the calling process and for
-good: make one in a rank's process. Kernels of our own and graphs are not simulated.
+good: make one in a rank's process. Kernels of our own are not simulated.
 """
 
 from __future__ import annotations
@@ -53,31 +53,94 @@ class _Mark(threading.Event):
         self.set()
 
 
+class Graph:
+    """What streams were given during a capture. Each replay is one operation of the stream that launches it."""
+
+    def __init__(self, gpu: SimulatedGpu) -> None:
+        self.held: list[torch.Tensor] = []
+        self._gpu = gpu
+        self._of_streams: dict[int, list[Callable[[dict[int, _Mark]], object]]] = {}
+        self._marks = 0
+
+    def add(self, stream: _Stream, work: Callable[[], object]) -> None:
+        self._add(stream, lambda marks: work())
+
+    def mark(self, stream: _Stream) -> _GraphMark:
+        number, self._marks = self._marks, self._marks + 1
+        self._add(stream, lambda marks: marks[number].reach())
+        return _GraphMark(self, number)
+
+    def wait(self, stream: _Stream, mark: _GraphMark) -> None:
+        self._add(stream, lambda marks: marks[mark.number].wait())
+
+    def replay(self) -> None:
+        self._gpu.current.put(self._run)
+
+    def _add(self, stream: _Stream, work: Callable[[dict[int, _Mark]], object]) -> None:
+        self._of_streams.setdefault(stream.handle, []).append(work)
+
+    def _run(self) -> None:
+        marks = {number: _Mark() for number in range(self._marks)}
+        branches = [_Stream(self._gpu, handle) for handle in self._of_streams]
+        for branch, works in zip(branches, self._of_streams.values(), strict=True):
+            for work in works:
+                branch.put(lambda work=work: work(marks))  # type: ignore[misc]
+        for branch in branches:
+            branch.mark().wait()
+            branch.end()
+            if branch.error is not None:
+                raise branch.error
+
+
+class _GraphMark:
+    def __init__(self, graph: Graph, number: int) -> None:
+        self.graph = graph
+        self.number = number
+
+
 class _Stream:
-    def __init__(self, handle: int, pauses: random.Random, pause_s: float) -> None:
+    def __init__(self, gpu: SimulatedGpu, handle: int) -> None:
         self.handle = handle
         self.error: BaseException | None = None
-        self._pauses = pauses
-        self._pause_s = pause_s
-        self._queue: SimpleQueue[Callable[[], object]] = SimpleQueue()
+        self._gpu = gpu
+        self._pauses = random.Random(gpu.pauses.random())
+        self._queue: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
         threading.Thread(target=self._work, name=f"stream {handle}", daemon=True).start()
 
     def put(self, work: Callable[[], object]) -> None:
-        self._queue.put(work)
+        if graph := self._gpu.capturing:
+            graph.add(self, work)
+        else:
+            self._queue.put(work)
 
-    def mark(self) -> _Mark:
+    def mark(self) -> Any:
+        """A :class:`_Mark`, or what stands for one in the graph that is being captured."""
+        if graph := self._gpu.capturing:
+            return graph.mark(self)
         mark = _Mark()
         self._queue.put(mark.reach)
         return mark
 
+    def wait(self, mark: Any) -> None:
+        """Later work waits for the mark, which is of the same capture, or of none as this wait."""
+        graph = self._gpu.capturing
+        assert (mark.graph if isinstance(mark, _GraphMark) else None) is graph, "an event of another capture"
+        if graph:
+            graph.wait(self, mark)
+        else:
+            self._queue.put(mark.wait)
+
+    def end(self) -> None:
+        """Its thread ends behind what it has been given."""
+        self._queue.put(None)
+
     def pause(self) -> None:
         if self._pauses.random() < 0.3:
-            time.sleep(self._pauses.random() * self._pause_s)
+            time.sleep(self._pauses.random() * self._gpu.pause_s)
 
     def _work(self) -> None:
         with torch.inference_mode():  # where tensors of either kind may be written
-            while True:
-                work = self._queue.get()
+            while (work := self._queue.get()) is not None:
                 try:
                     self.pause()
                     work()
@@ -90,8 +153,8 @@ class SimulatedGpu:
     """One device, the only one of its process. pause_s: how long a stream may dawdle before each operation."""
 
     def __init__(self, seed: int, pause_s: float = 200e-6) -> None:
-        self._pauses = random.Random(seed)
-        self._pause_s = pause_s
+        self.pauses = random.Random(seed)
+        self.pause_s = pause_s
         self._handles = itertools.count(1)
         self._streams: dict[int, _Stream] = {}
         self._marks: dict[int, _Mark | None] = {}
@@ -114,6 +177,7 @@ class SimulatedGpu:
 
     def synchronize(self) -> None:
         """Returns once all streams have nothing left to do; raises what went wrong in them."""
+        assert not self.capturing
         for stream in list(self._streams.values()):
             stream.mark().wait()
         for stream in self._streams.values():
@@ -121,11 +185,26 @@ class SimulatedGpu:
                 raise stream.error
         self._held.clear()
 
+    @contextmanager
+    def capture(self) -> Iterator[Graph]:
+        """What streams are given by this thread meanwhile goes into a graph."""
+        graph = self._thread.graph = Graph(self)
+        try:
+            yield graph
+        finally:
+            self._thread.graph = None
+
+    @property
+    def capturing(self) -> Graph | None:
+        return getattr(self._thread, "graph", None)
+
     def group(self, **config: Any) -> GroupCoordinator:
         """A coordinator of all ranks on simulated GPUs, with the copy engines' modes alone unless ``max_bytes`` says
         otherwise."""
         options = {"max_bytes": 0, "timeout_s": 20.0, "peer_access": "ignore", **config}
-        coordinator.call_of = lambda operation, x: Call(operation, x.dtype, x.nbytes, "cuda")  # type: ignore[assignment]
+        coordinator.call_of = lambda operation, x: Call(  # type: ignore[assignment]
+            operation, x.dtype, x.nbytes, "cuda", self.capturing is not None
+        )
         ranks = range(dist.get_world_size())
         return GroupCoordinator(ranks, 0, "cuda:0", HostReduceConfig(**options), dist.group.WORLD)
 
@@ -137,7 +216,7 @@ class SimulatedGpu:
 
     def new_stream(self, handle: int | None = None) -> _Stream:
         handle = next(self._handles) if handle is None else handle
-        stream = self._streams[handle] = _Stream(handle, random.Random(self._pauses.random()), self._pause_s)
+        stream = self._streams[handle] = _Stream(self, handle)
         return stream
 
     @property
@@ -149,8 +228,9 @@ class SimulatedGpu:
         self._thread.stream = stream
 
     def hold(self, x: torch.Tensor) -> torch.Tensor:
-        """The caching allocator hands memory out again in stream order; here it stays until the next synchronize."""
-        self._held.append(x)
+        """The caching allocator hands memory out again in stream order; here it stays until the next synchronize, and
+        what a graph uses with the graph."""
+        (self.capturing.held if self.capturing else self._held).append(x)
         return x
 
     # cuda.bindings.driver
@@ -234,7 +314,7 @@ class SimulatedGpu:
     def _wait_event(self, stream: int, event: int, flags: int) -> None:
         mark = self._marks[event]
         if mark is not None:
-            self._streams[stream].put(mark.wait)
+            self._streams[stream].wait(mark)
 
     def _to_host(self, host: int, device: int, num_bytes: int, stream: int) -> None:
         self._copy(self._pinned_range(host, num_bytes), device, num_bytes, stream)
@@ -281,7 +361,7 @@ class SimulatedGpu:
                 event.wait(self)
 
             def wait_stream(self, other: Stream) -> None:
-                self.queue.put(other.queue.mark().wait)
+                self.queue.wait(other.queue.mark())
 
             def synchronize(self) -> None:
                 self.queue.mark().wait()
@@ -295,7 +375,7 @@ class SimulatedGpu:
 
             def wait(self, stream: Stream | None = None) -> None:
                 if self._mark is not None:
-                    (stream.queue if stream else gpu.current).put(self._mark.wait)
+                    (stream.queue if stream else gpu.current).wait(self._mark)
 
             def synchronize(self) -> None:
                 if self._mark is not None:
@@ -324,7 +404,7 @@ class SimulatedGpu:
         cuda.current_device = lambda: 0
         cuda.device_count = lambda: 1
         cuda.is_initialized = lambda: True
-        cuda.is_current_stream_capturing = lambda: False
+        cuda.is_current_stream_capturing = lambda: gpu.capturing is not None
         cuda.get_device_properties = lambda device: SimpleNamespace(uuid="simulated")
         cuda._get_device_index = lambda device, optional=False: 0
         torch._C._cuda_getCurrentRawStream = lambda ordinal: gpu.current.handle

@@ -19,7 +19,6 @@ from rank_harness import run_ranks, say, start_ranks
 from simulated_gpu import SimulatedGpu
 
 from tpoverlap.comm import GroupCoordinator
-from tpoverlap.comm.captured import CapturedCopyEngineProvider
 from tpoverlap.comm.copy_engine import CopyEngineProvider
 from tpoverlap.cuda.streams import StreamCalls
 from tpoverlap.errors import (
@@ -105,30 +104,45 @@ def test_sums_are_right_in_whatever_order_streams_get_on(n: int, count: int) -> 
         assert served == {"copy_engine": count}
 
 
-def _replays(rank: int, seed: int) -> None:
+def _graphs(rank: int, seed: int) -> dict[str, int]:
     gpu = SimulatedGpu(seed + 1000 * rank)
-    n = dist.get_world_size()
+    n, rng = dist.get_world_size(), random.Random(seed)
     group = gpu.group(copy_engine_max_bytes=SLOT)
-    captured = next(p for p in group._providers if isinstance(p, CapturedCopyEngineProvider))
-    for k in range(40):
-        parts = inputs(seed + k, n, (1 + 701 * k % 20_000,), torch.bfloat16)
-        with gpu.computing():
-            x = parts[rank] * 1.0
-            if k % 3:
-                result = torch.empty_like(x)
-                captured.all_reduce(x, result)
-            else:
-                result = group.all_reduce(x)
-            x.zero_()
+    streams = [gpu.default, gpu.new_stream()]
+    shapes = [(1,), (701,), (SLOT // 2,), (3 * SLOT // 2,)]
+    graphs = []
+    for shape in shapes:
+        x = torch.zeros(shape, dtype=torch.bfloat16)
+        with gpu.capture() as graph, gpu.computing():
+            once = group.all_reduce(x)
+            rows = group.all_gather(once * (rank + 1.0), 0)
+        graphs.append((x, once, rows, graph))
+    for k in range(25):
+        gpu.current = rng.choice(streams)
+        x, once, rows, graph = rng.choice(graphs)
+        for _ in range(rng.randrange(3)):
+            parts = inputs(seed + k, n, (500,), torch.float32)
+            with gpu.computing():
+                eager = group.all_reduce(parts[rank] * 1.0)
+            torch.cuda.synchronize()  # the caller orders eager calls and replays
+            assert torch.equal(eager, expected_sum(parts)), k
+        parts = inputs(seed + k, n, tuple(x.shape), torch.bfloat16)
+        x.copy_(parts[rank])
+        for _ in range(rng.randrange(1, 3)):
+            graph.replay()
         torch.cuda.synchronize()
-        assert torch.equal(result, expected_sum(parts)), k
+        assert torch.equal(once, expected_sum(parts)), k
+        assert torch.equal(rows, torch.cat([expected_sum(parts) * (q + 1.0) for q in range(n)])), k
+    served = group.served
     group.destroy()
+    return served
 
 
 @pytest.mark.parametrize("n", [2, 3])
-def test_a_captured_calls_operations_give_the_sum_each_time_they_run(n: int) -> None:
-    """A replay issues the same words and copies again, which is what a call outside of a graph does here."""
-    run_ranks(_replays, n, 5)
+def test_graphs_give_the_sum_of_what_their_inputs_hold_at_each_replay(n: int) -> None:
+    for served in run_ranks(_graphs, n, 5):
+        assert set(served) == {"captured_copy_engine", "copy_engine"}
+        assert served["captured_copy_engine"] == 8  # at capture alone
 
 
 # What the simulation would show
