@@ -10,7 +10,6 @@ from typing import Literal
 
 from tpoverlap.errors import ConfigError
 
-
 # Eleven days: what transports count in milliseconds or nanoseconds stays far inside their integers.
 MAX_TIMEOUT_S = 1_000_000
 
