@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from tpoverlap.attention.backend import PrefillRequest
+from tpoverlap.attention.shared_reasons import dotted, missing_features, mixed_dtypes
 
 _FIRST_CAPABILITY = (8, 0)
 
@@ -29,19 +30,11 @@ def library_rejections(request: PrefillRequest, module: str, package: str) -> li
         reasons.append("it needs a CUDA device")
     elif request.capability < _FIRST_CAPABILITY:
         reasons.append(
-            f"it needs compute capability 8.0, the device has {request.capability[0]}.{request.capability[1]}"
+            f"it needs compute capability {dotted(_FIRST_CAPABILITY)}, the device has {dotted(request.capability)}"
         )
     if request.dtype not in (torch.float16, torch.bfloat16):
         reasons.append(f"it computes in float16 or bfloat16, not {request.dtype}")
-    if request.paged_dtype != request.dtype:
-        reasons.append(f"its cache has the dtype of the query, {request.dtype}, not {request.paged_dtype}")
-    if not request.causal:
-        reasons.append("it is used causal only")
-    if request.alibi:
-        reasons.append("it is used without ALiBi")
-    if request.sinks:
-        reasons.append("it is used without attention sinks")
-    return reasons
+    return reasons + mixed_dtypes(request) + missing_features(request)
 
 
 def decode_by(prefill: Callable[..., None]) -> Callable[..., None]:

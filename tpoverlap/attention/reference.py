@@ -12,6 +12,7 @@ import math
 import torch
 
 from tpoverlap.attention.backend import PACKED_PREFILL, PrefillRequest
+from tpoverlap.attention.shared_reasons import missing_features, mixed_dtypes
 
 name = "reference"
 capabilities = frozenset({PACKED_PREFILL})
@@ -23,16 +24,7 @@ _KEY_BLOCK = 512
 
 
 def rejection_reasons(request: PrefillRequest, *, forced: bool = False) -> tuple[str, ...]:
-    reasons = []
-    if not request.causal:
-        reasons.append("it is causal only")
-    if request.alibi:
-        reasons.append("it has no ALiBi")
-    if request.sinks:
-        reasons.append("it has no attention sinks")
-    if request.paged_dtype != request.dtype:
-        reasons.append(f"its cache has the dtype of the query, {request.dtype}, not {request.paged_dtype}")
-    return tuple(reasons)
+    return (*missing_features(request), *mixed_dtypes(request))
 
 
 @torch.no_grad()

@@ -7,6 +7,7 @@ import math
 import torch
 
 from tpoverlap.attention.backend import PrefillRequest
+from tpoverlap.attention.shared_reasons import dotted, missing_features, mixed_dtypes
 from tpoverlap.cuda.triton_available import triton_installed, triton_interpreted
 
 MAX_HEAD_DIM = 256
@@ -25,20 +26,14 @@ def common_rejections(request: PrefillRequest) -> tuple[str, ...]:
         elif request.dtype == torch.bfloat16:
             reasons.append("Triton's interpreter computes BF16 wrongly")
     elif request.capability < _FIRST_CAPABILITY:
-        reasons.append(f"it needs compute capability 7.0, the device has {_dotted(request.capability)}")
+        needed, has = dotted(_FIRST_CAPABILITY), dotted(request.capability)
+        reasons.append(f"it needs compute capability {needed}, the device has {has}")
     elif request.dtype == torch.bfloat16 and request.capability < _FIRST_BF16_CAPABILITY:
-        reasons.append(f"BF16 needs compute capability 8.0, the device has {_dotted(request.capability)}")
+        needed, has = dotted(_FIRST_BF16_CAPABILITY), dotted(request.capability)
+        reasons.append(f"BF16 needs compute capability {needed}, the device has {has}")
     if request.head_dim > MAX_HEAD_DIM:
         reasons.append(f"it serves head_dim up to {MAX_HEAD_DIM}, not {request.head_dim}")
-    if not request.causal:
-        reasons.append("it is causal only")
-    if request.alibi:
-        reasons.append("it has no ALiBi")
-    if request.sinks:
-        reasons.append("it has no attention sinks")
-    if request.paged_dtype != request.dtype:
-        reasons.append(f"its cache has the dtype of the query, {request.dtype}, not {request.paged_dtype}")
-    return tuple(reasons)
+    return (*reasons, *missing_features(request), *mixed_dtypes(request))
 
 
 def score_factors(scale: float, softcap: float | None) -> tuple[float, float]:
@@ -53,7 +48,3 @@ def score_factors(scale: float, softcap: float | None) -> tuple[float, float]:
 def padded_dim(head_dim: int) -> int:
     """Width of the kernels' head tiles: a power of two that tensor cores take."""
     return max(16, 1 << (head_dim - 1).bit_length())
-
-
-def _dotted(capability: tuple[int, int]) -> str:
-    return f"{capability[0]}.{capability[1]}"

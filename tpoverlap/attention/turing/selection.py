@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from tpoverlap.attention.backend import PACKED_PREFILL, PrefillRequest
+from tpoverlap.attention.shared_reasons import dotted, missing_features
 
 name = "turing"
 capabilities = frozenset({PACKED_PREFILL})
@@ -25,9 +26,9 @@ def rejection_reasons(
     if request.capability is None:
         reasons.append("it needs a CUDA device")
     elif request.capability < CAPABILITY:
-        reasons.append(f"it needs compute capability 7.5 or newer, not {_dotted(request.capability)}")
+        reasons.append(f"it needs compute capability 7.5 or newer, not {dotted(request.capability)}")
     elif request.capability != CAPABILITY and not forced:
-        reasons.append(f"it is meant for compute capability 7.5, not {_dotted(request.capability)}")
+        reasons.append(f"it is meant for compute capability 7.5, not {dotted(request.capability)}")
     if request.head_dim != HEAD_DIM:
         reasons.append(f"its head_dim is {HEAD_DIM}, not {request.head_dim}")
     if request.dtype != torch.float16:
@@ -41,25 +42,16 @@ def rejection_reasons(
             "it loads the cache by 16 bytes: each token's head must be contiguous and 16-byte aligned, blocks and "
             "tokens less than 4 GiB apart"
         )
-    if not request.causal:
-        reasons.append("it is causal only")
     if request.sliding_window is not None:
         reasons.append("it has no sliding window")
     if request.softcap is not None:
         reasons.append("it has no softcap")
-    if request.alibi:
-        reasons.append("it has no ALiBi")
-    if request.sinks:
-        reasons.append("it has no attention sinks")
+    reasons += missing_features(request)
     if request.batch_invariant:
         reasons.append("it is not batch invariant: the number of splits depends on the whole batch")
     if request.max_query_len < min_query_len and not forced:
         reasons.append(f"no request brings {min_query_len} query tokens, {request.max_query_len} at most")
     return tuple(reasons)
-
-
-def _dotted(capability: tuple[int, int]) -> str:
-    return f"{capability[0]}.{capability[1]}"
 
 
 def _short(dtype: torch.dtype) -> str:
