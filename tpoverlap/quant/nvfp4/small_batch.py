@@ -62,7 +62,7 @@ def unavailable(ordinal: int, dtype: torch.dtype) -> str | None:
     capability = torch.cuda.get_device_capability(ordinal)
     needed = (8, 0) if dtype == torch.bfloat16 else (7, 5)
     if capability < needed:
-        return f"{dtype} needs compute capability {needed}, the device has {capability}"
+        return f"{dtype} needs compute capability {_dotted(needed)}, the device has {_dotted(capability)}"
     try:
         _kernel(ordinal, dtype)
     except TpOverlapError as error:
@@ -102,6 +102,10 @@ def linear(x: torch.Tensor, weight: NVFP4Tensor, bias: torch.Tensor | None = Non
     )
     _kernel(x.device.index, x.dtype).launch((-(-n // BLOCK_ROWS), 1, 1), arguments)
     return y.view(*x.shape[:-1], n)
+
+
+def _dotted(capability: tuple[int, int]) -> str:
+    return f"{capability[0]}.{capability[1]}"
 
 
 @functools.cache
