@@ -45,7 +45,7 @@ class Options:
 def parse_options(arguments: Sequence[str] | None = None) -> Options:
     """Reads the command line. Mistakes end the process with status 2; only rank 0 tells the user."""
     parser = _Parser(
-        description="Prefill a text with a tensor-parallel model, its chunks in overlapping halves, and generate.",
+        description="Prefill a text with a tensor-parallel model, its chunks in overlapping pieces, and generate.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
