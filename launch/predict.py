@@ -38,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse_options(arguments)
     try:
         if options.reference:
-            print("\n".join(reference_page()))
+            print("\n\n".join(reference_tables()))
             return 0
         tables = load(options.tables)
         if options.link is not None:
@@ -140,11 +140,11 @@ def _most_common(cuts: Table) -> int:
     return max(sorted(set(counts)), key=counts.count)
 
 
-def reference_page() -> list[str]:
-    """The tables of docs/prediction.md, as Markdown."""
+def reference_tables() -> list[str]:
+    """The tables of docs/prediction.md, in its order, as Markdown."""
     fit = reference.fitted()
     lengths = [f"{tokens // 1000}k" for tokens in reference.LENGTHS]
-    lines = [
+    steps = [
         f"| step | {' | '.join(f'{name} measured, s | predicted, s | error' for name in lengths)} |",
         "|---" + "|--:" * (3 * len(lengths)) + "|",
     ]
@@ -155,20 +155,20 @@ def reference_page() -> list[str]:
             + (_percent(figure.error) if figure in fit.others else "fitted")
             for figure in figures
         ]
-        lines.append(f"| {step} | {' | '.join(cells)} |")
+        steps.append(f"| {step} | {' | '.join(cells)} |")
     columns = "| `half_tokens` | TFLOPS at full speed | errors of the other figures |"
-    lines += ["", f"| assumed {columns}", "|---|--:|--:|---|", _fit("as above", fit)]
-    lines += [
+    assumptions = [f"| assumed {columns}", "|---|--:|--:|---|", _fit("as above", fit)]
+    assumptions += [
         _fit(words, reference.fitted(assumed=assumed))
         for words, assumed in (
             ("NCCL as fast beside compute as alone", reference.Assumed(nccl_beside_compute=1.0)),
             ("dequantized once a chunk", reference.Assumed(dequantized_per="chunk")),
         )
     ]
-    lines += ["", f"| fitted on, at {lengths[0]} {columns}", "|---|--:|--:|---|"]
-    lines += [_fit(step, reference.fitted(step, reference.LENGTHS[0])) for step in list(reference.MEASURED_S)[1:]]
+    fits = [f"| fitted on, at {lengths[0]} {columns}", "|---|--:|--:|---|"]
+    fits += [_fit(step, reference.fitted(step, reference.LENGTHS[0])) for step in list(reference.MEASURED_S)[1:]]
     factor = h200.fitted_nccl()
-    lines += ["", "| tokens | halves on | measured, ms | predicted, ms | error |", "|--:|---|--:|--:|--:|"]
+    loops = ["| tokens | halves on | measured, ms | predicted, ms | error |", "|--:|---|--:|--:|--:|"]
     for loop in h200.LOOPS:
         copies, nccl = h200.predicted_ms(loop, h200.COPY_ENGINES), h200.predicted_ms(loop, h200.NCCL, factor)
         error = "fitted" if loop is h200.LOOPS[0] else _percent(nccl / loop.halves_on_nccl - 1)
@@ -181,8 +181,8 @@ def reference_page() -> list[str]:
             ),
             (f"NCCL, {factor:.2f} beside compute", loop.halves_on_nccl, nccl, error),
         ):
-            lines.append(f"| {loop.tokens} | {transport} | {measured} | {predicted:.1f} | {says} |")
-    return lines
+            loops.append(f"| {loop.tokens} | {transport} | {measured} | {predicted:.1f} | {says} |")
+    return ["\n".join(table) for table in (steps, assumptions, fits, loops)]
 
 
 def _fit(words: str, fit: reference.Fit) -> str:
