@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import json
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -31,7 +32,10 @@ def render(folder: Path) -> str:
         return HEADER + "\nNo records yet.\n"
     records.sort(key=lambda record: record["date"], reverse=True)
     records.sort(key=lambda record: record["what"])
-    return "\n".join([HEADER, *(_section(record) for record in records)])
+    contents = [
+        f"- [{_title(record)}](#{_anchor(_title(record))}): {_machine(record['hardware'])}" for record in records
+    ]
+    return "\n".join([HEADER, *contents, "", *(_section(record) for record in records)])
 
 
 def load(path: Path) -> dict[str, Any]:
@@ -49,7 +53,7 @@ def load(path: Path) -> dict[str, Any]:
 
 def _section(record: dict[str, Any]) -> str:
     lines = [
-        f"## {record['what']}, {record['date']}",
+        f"## {_title(record)}",
         "",
         f"- Machine: {_machine(record['hardware'])}",
         f"- Versions: {', '.join(f'{name} {version}' for name, version in record['versions'].items())}",
@@ -63,8 +67,19 @@ def _section(record: dict[str, Any]) -> str:
             continue  # for predict.py, hundreds of points
         lines += [f"### {table['title']}", "", *_table(table["columns"], table["rows"]), ""]
     if record["figures"]:
-        lines += ["### Figures", "", *_table(["figure", "value"], list(record["figures"].items())), ""]
+        # Nearly all of them stand in the tables too: a reader of the page seldom needs them.
+        figures = _table(["figure", "value"], list(record["figures"].items()))
+        lines += ["<details><summary>Figures by name</summary>", "", *figures, "", "</details>", ""]
     return "\n".join(lines)
+
+
+def _title(record: dict[str, Any]) -> str:
+    return f"{record['what']}, {record['date']}"
+
+
+def _anchor(title: str) -> str:
+    """As GitHub derives it from a heading."""
+    return re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-")
 
 
 def _machine(hardware: dict[str, Any]) -> str:

@@ -53,6 +53,7 @@ def test_a_record_becomes_a_section(tmp_path: Path) -> None:
     save(tmp_path, "all_reduce_2xcard_2026-01-31.json", record())
     page = render(tmp_path / "benchmarks")
     for line in (
+        "- [all_reduce, 2026-01-31](#all_reduce-2026-01-31): 2 x Card, driver 580.1, CPU X (16 CPUs)",
         "## all_reduce, 2026-01-31",
         "- Machine: 2 x Card, driver 580.1, CPU X (16 CPUs)",
         "- Versions: python 3.12, torch 2.11",
