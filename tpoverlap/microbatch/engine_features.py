@@ -45,7 +45,7 @@ class EngineFeatures:
 
 
 def check_supported(features: EngineFeatures) -> None:
-    """Raises ConfigError with every reason why batches of this engine cannot run in pieces; None is one."""
+    """Raises ConfigError, with all reasons, where batches of this engine cannot run in pieces."""
     reasons = [reason for check in _CHECKS if (reason := check(features)) is not None]
     if reasons:
         raise ConfigError("batches cannot run in pieces: " + "; ".join(reasons))
@@ -77,7 +77,9 @@ def _encoder_decoder(features: EngineFeatures) -> str | None:
 
 
 def _lora(features: EngineFeatures) -> str | None:
-    return _off("lora", features.lora, "only models without LoRA are supported, whose token mapping is per batch")
+    return _off(
+        "lora", features.lora, "only models without LoRA are supported, because its token mapping is made per batch"
+    )
 
 
 def _kv_transfer(features: EngineFeatures) -> str | None:

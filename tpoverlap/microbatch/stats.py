@@ -15,8 +15,8 @@ class Interval:
     kind: ``compute`` (the piece runs between two collectives), ``communication`` (a collective is under way),
     ``exposed`` (compute has nothing to do but wait for that collective) or ``handover`` (from one piece's stop to the
     next one's start). name: the operation. start_s, end_s: seconds on the host's monotonic clock, comparable between
-    processes of one host. num_bytes: payload of a collective. index: the how manieth segment or collective of the
-    piece.
+    processes of one host. num_bytes: payload of a collective. index: of the segment or collective among those of
+    its piece, from 0.
     """
 
     kind: IntervalKind

@@ -61,9 +61,8 @@ class NVFP4Linear(nn.Module):
     @property
     def weight(self) -> NVFP4Tensor:
         """The quantized weight; shares the buffers."""
-        held: dict[str, Any] = (
-            self._buffers
-        )  # a module's attributes take ten times as long, and a layer asks for these twice
+        # A module's attributes take ten times as long, and a layer asks for these twice.
+        held: dict[str, Any] = self._buffers
         buffers = (held["codes"], held["scales"], held["global_scale"])
         if self._weight is None or any(a is not b for a, b in zip(self._weight[0], buffers, strict=True)):
             self._weight = (buffers, NVFP4Tensor(*buffers, (self.out_features, self.in_features)))
