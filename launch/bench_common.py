@@ -33,8 +33,6 @@ from tpoverlap.trace.timeline import duration
 ROOT = Path(__file__).resolve().parent.parent
 LIBRARIES = ("torch", "triton", "cuda-python", "nvidia-nccl-cu12", "nvidia-nccl-cu13", "numpy", "transformers", "vllm")
 
-Cell = str | int | float | None
-
 
 @dataclass(frozen=True)
 class Arm:
@@ -147,35 +145,6 @@ def on_gpu(
         end.record()
         end.synchronize()
         return start.elapsed_time(end) * 1e-3 / calls
-
-    return run
-
-
-def in_process(
-    command: Sequence[str], *, environment: Mapping[str, str] | None = None, timeout_s: float = 600.0
-) -> Callable[[], list[float]]:
-    """A turn that runs a command of its own: for arms whose library reads its settings once, such as NCCL.
-
-    The command checks its own result, exits with 0 only if it is right, and prints as its last line a JSON object with
-    "seconds": a list of samples. Anything else is a RuntimeError with the end of what it printed.
-    """
-
-    def run() -> list[float]:
-        merged = {**os.environ, **(environment or {})}
-        try:
-            done = subprocess.run(
-                list(command), env=merged, capture_output=True, text=True, timeout=timeout_s, check=False
-            )
-        except subprocess.TimeoutExpired as error:
-            raise RuntimeError(f"{shlex.join(command)} did not end within {timeout_s:g} s") from error
-        lines = done.stdout.strip().splitlines()
-        try:
-            if done.returncode == 0:
-                return [float(sample) for sample in json.loads(lines[-1])["seconds"]]
-            problem = f"ended with status {done.returncode}"
-        except (IndexError, KeyError, TypeError, ValueError):
-            problem = 'printed no last line {"seconds": [...]}'
-        raise RuntimeError(f"{shlex.join(command)} {problem}:\n{(done.stdout + done.stderr)[-2000:]}")
 
     return run
 

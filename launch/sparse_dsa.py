@@ -18,7 +18,6 @@ WIDTH = 1 << 20
 BLOCK, CANDIDATES = 8, 2048
 ROWS = (1, 16, 256, 1024)
 LIVE = (64, 512, 8192, 131_072, WIDTH)
-FEW_HUNDRED = 512
 
 
 def narrow_width(live: int) -> int:

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "launch"))
 
 import bench_common
-from bench_common import Arm, Comparison, Spread, alternate, check_record, in_process, on_host, write_json
+from bench_common import Arm, Comparison, Spread, alternate, check_record, on_host, write_json
 from progress_bar import Progress
 
 
@@ -105,33 +105,6 @@ def test_host_turns_measure_the_call() -> None:
     calls: list[int] = []
     assert 0 < on_host(lambda: calls.append(1))() < 1
     assert calls == [1]
-
-
-def python(code: str) -> list[str]:
-    return [sys.executable, "-c", code]
-
-
-def test_an_arm_in_its_own_process_gets_its_environment() -> None:
-    code = "import os; print('noise'); print('{\"seconds\": [' + os.environ['ARM_SECONDS'] + ', 2]}')"
-    assert in_process(python(code), environment={"ARM_SECONDS": "0.5"})() == [0.5, 2.0]
-
-
-@pytest.mark.parametrize(
-    ("code", "message"),
-    [
-        (
-            "import sys; print('{\"seconds\": [1]}'); sys.exit('wrong result')",
-            r"ended with status 1:[\s\S]*wrong result",
-        ),
-        ("print('done')", "printed no last line"),
-        ("print('{\"time\": 1}')", "printed no last line"),
-        ("", "printed no last line"),
-        ("import time; time.sleep(60)", "did not end within 0.5 s"),
-    ],
-)
-def test_a_process_that_does_not_report_is_an_error(code: str, message: str) -> None:
-    with pytest.raises(RuntimeError, match=message):
-        in_process(python(code), timeout_s=0.5 if "sleep" in code else 30)()
 
 
 TABLE = {"title": "sizes", "columns": ["bytes", "time"], "rows": [[4096, "1.0 us"], [8192, None]]}
