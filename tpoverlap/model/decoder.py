@@ -95,10 +95,9 @@ class Decoder(nn.Module):
     def forward(self, batch: Batch, metadata: AttentionMetadata | None = None) -> torch.Tensor:
         """Runs the packed requests of ``batch``, whose tensors are on the model's device. A collective.
 
-        metadata: of this batch, where it has been made already.
-
         Their keys and values go to the cache. Returns the hidden states after the last norm, [tokens, hidden] in the
         model's dtype, with the same bits on every rank. Padding tokens are computed too; their rows mean nothing.
+        metadata: of this batch, where it has been made already.
 
         Errors: ValueError for M-RoPE positions, RuntimeError without a cache.
         """

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from tpoverlap.model.token_mixer import StateSlots
 
 Rotary = tuple[torch.Tensor, torch.Tensor]
+"""Cosines and sines of the tokens' rotary angles, each [tokens, head_dim / 2] in the model's dtype."""
 
 
 class Group(Protocol):
@@ -37,7 +38,10 @@ class Group(Protocol):
 class AttentionMetadata:
     """What the attention of every layer needs to know of a batch; tensors are on the model's device.
 
-    query_start_loc: host ints. state_slots: where recurrent states lie; None: the model has none.
+    block_table: int32 [requests, max_blocks]. slot_mapping: int64 [tokens]. cu_seqlens_q: int32 [requests + 1].
+    seq_lens: int32 [requests]. max_query_len: most tokens that a request brings. decode_only: every request brings
+    one, and there is no padding. query_start_loc: requests + 1 host ints. state_slots: where recurrent states lie;
+    None: the model has none.
     """
 
     block_table: torch.Tensor
@@ -66,7 +70,7 @@ class AttentionMetadata:
 
 
 class DecoderLayer(nn.Module):
-    """Pre-norm residual layer: attention (or what takes its place, called alike), then MLP."""
+    """Pre-norm residual layer, [tokens, hidden] to the same: attention (or what takes its place), then MLP."""
 
     def __init__(self, input_norm: RMSNorm, attention: nn.Module, post_attention_norm: RMSNorm, mlp: MLP) -> None:
         super().__init__()
@@ -81,7 +85,7 @@ class DecoderLayer(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal grouped-query attention over a paged cache.
+    """Causal grouped-query attention over a paged cache: x [tokens, hidden] to [tokens, hidden], summed over the ranks.
 
     qkv: this rank's query, key and value heads, fused in that order. q_norm, k_norm: over each head, before the
     rotation; None: the architecture has none. output_gate: ``qkv`` begins with a gate for each query head, whose

@@ -64,5 +64,5 @@ def check_fits(t: NVFP4Tensor, dtype: torch.dtype, name: str) -> None:
             row, column = (int(i) for i in overflows.nonzero()[0])
             raise ConfigError(
                 f"{name}[{int(chosen[row])}, {column}] is {float(values[row, column])}, which overflows FP16 "
-                f"(largest {torch.finfo(torch.float16).max}): load this checkpoint with dtype torch.bfloat16"
+                f"(largest {torch.finfo(torch.float16).max}): compute in torch.bfloat16 or torch.float32"
             )
