@@ -12,6 +12,7 @@ import faulthandler
 import multiprocessing
 import os
 import pickle
+import signal
 import sys
 import time
 import traceback
@@ -143,6 +144,7 @@ def _rank_main(
     init: bool,
 ) -> None:
     global _say
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job would inherit that it is ignored
     faulthandler.enable()
     faulthandler.dump_traceback_later(timeout_s, exit=True, file=sys.stderr)
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank)}
