@@ -1,4 +1,4 @@
-// FP16 on a CPU, for kernels that run there from their own source.
+// FP16 and BF16 on a CPU, for kernels that run there from their own source.
 #pragma once
 
 #include <math.h>
@@ -39,6 +39,20 @@ static uint16_t float_to_half(float x) {
     if (rounded < ldexpf(1.f, -14)) return sign | static_cast<uint16_t>(ldexpf(rounded, 24));
     frexpf(rounded, &exponent);
     return sign | static_cast<uint16_t>((exponent + 14) << 10 | (static_cast<int>(ldexpf(rounded, 11 - exponent)) & 1023));
+}
+
+static float bfloat16_to_float(uint16_t x) {
+    const uint32_t bits = static_cast<uint32_t>(x) << 16;
+    float value;
+    memcpy(&value, &bits, 4);
+    return value;
+}
+
+static uint16_t float_to_bfloat16(float x) {
+    uint32_t bits;
+    memcpy(&bits, &x, 4);
+    if (isnan(x)) return 0x7fff;
+    return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;  // round to nearest, ties to even
 }
 
 }  // namespace emulated

@@ -9,9 +9,10 @@ import pytest
 import torch
 import turing_emulation as emulation
 from attention_cases import Case, assert_close, make_case, solve
+from emulated_build import COMPILER
 
 pytestmark = [
-    pytest.mark.skipif(emulation.COMPILER is None, reason="no C++ compiler"),
+    pytest.mark.skipif(COMPILER is None, reason="no C++ compiler"),
     # The first test compiles the emulation.
     pytest.mark.timeout(200),
 ]

@@ -1,35 +1,24 @@
-"""Runs the Turing kernels on the CPU, from their own source: see emulated_gpu.h."""
+"""Runs the Turing kernels on the CPU, from their own source: see emulated_turing.h."""
 
 from __future__ import annotations
 
 import ctypes
 import functools
 import math
-import shutil
-import subprocess
-import tempfile
 from pathlib import Path
 
 import torch
 from attention_cases import Case
+from emulated_build import build
 
 from tpoverlap.attention.turing import launch
-
-HERE = Path(__file__).parent
-COMPILER = shutil.which("g++") or shutil.which("clang++")
 
 
 @functools.cache
 def library() -> ctypes.CDLL:
     """The emulation, compiled once a process."""
-    assert COMPILER
-    kernels = Path(launch.__file__).parent
-    with tempfile.TemporaryDirectory() as folder:
-        built = Path(folder) / "emulated_turing.so"
-        flags = ["-std=c++17", "-O2", "-shared", "-fPIC", "-Wno-unknown-pragmas"]
-        flags += [f"-I{folder}" for folder in (HERE, HERE.parent, kernels)]
-        subprocess.run([COMPILER, *flags, str(HERE / "emulated_turing.cpp"), "-o", str(built)], check=True, timeout=100)
-        loaded = ctypes.CDLL(str(built))
+    kernels = Path(launch.__file__).with_name("prefill.cu")
+    loaded = build(Path(__file__).with_name("emulated_turing.cpp"), kernels.name, kernels.read_text(), "-O2")
     assert loaded.arguments_size() == ctypes.sizeof(launch.Arguments)
     return loaded
 

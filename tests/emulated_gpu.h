@@ -1,9 +1,10 @@
-// Runs tpoverlap/attention/turing/prefill.cu on the CPU: its device primitives in plain C++, one block at a time.
+// Runs CUDA C++ kernels of blocks of 8 warps on the CPU, one block at a time, from their own source. Each kernel brings its
+// device primitives in plain C++, made from what stands here.
 //
 // Every thread is a coroutine. Warps are resumed in random order (from a seed), so what a missing barrier would allow
 // happens. Beside that, accesses to shared memory are checked for races by vector clocks (as in FastTrack: Flanagan and
-// Freund), at the granularity of warps and 4-byte words; matrix loads for bank conflicts; and global loads of the cache and
-// the block table against the ranges that may be read.
+// Freund), at the granularity of warps and 4-byte words, and global loads against the ranges that may be read.
+#pragma once
 
 #include <math.h>
 #include <setjmp.h>
@@ -13,14 +14,19 @@
 #include <ucontext.h>
 
 #include <algorithm>
+#include <memory>
 #include <random>
-#include <stdexcept>
 #include <string>
 #include <vector>
 
 #include "emulated_half.h"
 
-#define DEVICE static inline
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef long long i64;
+
+#define __device__
+#define __forceinline__ inline
 #define __global__
 #define __launch_bounds__(...)
 #define __grid_constant__
@@ -43,11 +49,11 @@ struct dim3 {
 static inline int min(int a, int b) { return a < b ? a : b; }
 static inline int max(int a, int b) { return a > b ? a : b; }
 static inline u32 min(u32 a, u32 b) { return a < b ? a : b; }
+static inline i64 min(i64 a, i64 b) { return a < b ? a : b; }
 
 namespace emulated {
 
 constexpr int kWarps = 8, kLanes = 32, kStack = 1 << 16;
-constexpr u32 kSharedBytes = 65536;
 
 struct Range {
     uintptr_t begin, end;
@@ -68,6 +74,7 @@ struct Barrier {
     bool any = false, result = false;
 };
 
+// Who has accessed a word of shared memory, and when by the warp's own clock.
 struct Word {
     int writer = -1;
     u32 written = 0, read[kWarps] = {};
@@ -76,7 +83,6 @@ struct Word {
 struct Thread {
     ucontext_t start;
     jmp_buf state;
-    std::vector<unsigned char> stack;
     bool started = false, done = false;
     const u64* waits_for = nullptr;
     u64 seen = 0;
@@ -84,12 +90,13 @@ struct Thread {
 
 struct Block {
     dim3 grid, index;
+    u64 serial;  // no other block has it, in any launch
     std::vector<Thread> threads;
     Exchange exchanges[kWarps];
     Barrier barriers[16];
     u32 clock[kWarps][kWarps];
-    std::vector<Word> words;
-    alignas(16) unsigned char shared[kSharedBytes];
+    std::vector<unsigned char> shared;  // of dynamic size
+    std::vector<Word> words;            // of `shared`
     std::vector<Range> readable;
     std::mt19937_64 random;
     jmp_buf scheduler;
@@ -164,25 +171,52 @@ static bool synchronize(int id, int count, bool mine, int first_warp) {
     return b.result;
 }
 
-static unsigned char* shared(u32 at, u32 bytes, bool write) {
-    if (at % bytes || at + bytes > kSharedBytes) fail("shared memory access of " + std::to_string(bytes) + " bytes at " + std::to_string(at));
+static void touch(Word& word, bool write, const char* what, u64 at) {
     const int me = block->current / kLanes;
-    for (u32 i = at / 4; i < (at + bytes) / 4; i++) {
-        Word& word = block->words[i];
-        if (word.writer >= 0 && word.writer != me && word.written > block->clock[me][word.writer])
-            fail("race at shared byte " + std::to_string(i * 4) + ": written by warp " + std::to_string(word.writer));
-        if (!write) {
-            word.read[me] = block->clock[me][me];
-            continue;
-        }
-        for (int w = 0; w < kWarps; w++)
-            if (w != me && word.read[w] > block->clock[me][w])
-                fail("race at shared byte " + std::to_string(i * 4) + ": still read by warp " + std::to_string(w));
-        word.writer = me;
-        word.written = block->clock[me][me];
+    const auto race = [&](const char* how, int other) {
+        fail("race at " + (what + (" " + std::to_string(at))) + ": " + how + " by warp " + std::to_string(other));
+    };
+    if (word.writer >= 0 && word.writer != me && word.written > block->clock[me][word.writer]) race("written", word.writer);
+    if (!write) {
+        word.read[me] = block->clock[me][me];
+        return;
     }
-    return block->shared + at;
+    for (int w = 0; w < kWarps; w++)
+        if (w != me && word.read[w] > block->clock[me][w]) race("still read", w);
+    word.writer = me;
+    word.written = block->clock[me][me];
 }
+
+// Shared memory of dynamic size.
+static unsigned char* shared(u32 at, u32 bytes, bool write) {
+    if (at % bytes || at + bytes > block->shared.size())
+        fail("shared memory access of " + std::to_string(bytes) + " bytes at " + std::to_string(at));
+    for (u32 i = at / 4; i < (at + bytes) / 4; i++) touch(block->words[i], write, "shared byte", i * 4);
+    return block->shared.data() + at;
+}
+
+// A value in shared memory of static size, in the place of a T.
+template <class T>
+class Shared {
+public:
+    void operator=(T x) {
+        if (owner_ != block->serial) word_ = Word();
+        owner_ = block->serial;
+        touch(word_, true, "address", reinterpret_cast<uintptr_t>(this));
+        value_ = x;
+    }
+    operator T() {
+        if (owner_ != block->serial) fail("shared memory is read that nobody has written");
+        touch(word_, false, "address", reinterpret_cast<uintptr_t>(this));
+        return value_;
+    }
+
+private:
+    static_assert(sizeof(T) == 4);
+    u64 owner_ = 0;  // the block's serial number
+    Word word_;
+    T value_;
+};
 
 static void check_readable(const void* from, size_t bytes) {
     const uintptr_t at = reinterpret_cast<uintptr_t>(from);
@@ -191,43 +225,42 @@ static void check_readable(const void* from, size_t bytes) {
     if (after == ranges.begin() || at + bytes > (after - 1)->end) fail("global load outside of what may be read");
 }
 
-struct Matrix {
+template <class T>
+static T load(const void* from) {
+    T x;
+    if (reinterpret_cast<uintptr_t>(from) % alignof(T)) fail("global load is not aligned");
+    check_readable(from, sizeof(T));
+    memcpy(&x, from, sizeof(T));
+    return x;
+}
+
+// A thread's part of the operands of mma.m16n8k8.
+struct Operands {
     u32 a0, a1, b;
 };
 
-static void product(float (&d)[4], const float (&c)[4], u32 a0, u32 a1, u32 b) {
-    const auto values = exchange("mma", Matrix{a0, a1, b});
+// d = c + a b for `count` times 8 columns of a and rows of b, of 16-bit floats.
+template <float (*to_float)(uint16_t), int count>
+static void product(float (&d)[4], const float (&c)[4], const Operands (&mine)[count]) {
+    const auto values = exchange("mma", mine);
     const int lane = block->current % kLanes, g = lane / 4, t = lane % 4;
+    const auto of = [&](int lane, int i) {
+        Operands x;
+        memcpy(&x, values[lane] + i * sizeof x, sizeof x);
+        return x;
+    };
     float x[4] = {c[0], c[1], c[2], c[3]};
-    for (int k = 0; k < 8; k++) {
-        const Matrix left = lane_value<Matrix>(values, g * 4 + k / 2);
-        const float top = half_to_float(left.a0 >> k % 2 * 16), bottom = half_to_float(left.a1 >> k % 2 * 16);
-        for (int n = 0; n < 2; n++) {
-            const float right = half_to_float(lane_value<Matrix>(values, (t * 2 + n) * 4 + k / 2).b >> k % 2 * 16);
-            x[n] += top * right;
-            x[2 + n] += bottom * right;
+    for (int i = 0; i < count; i++)
+        for (int k = 0; k < 8; k++) {
+            const Operands left = of(g * 4 + k / 2, i);
+            const float top = to_float(left.a0 >> k % 2 * 16), bottom = to_float(left.a1 >> k % 2 * 16);
+            for (int n = 0; n < 2; n++) {
+                const float right = to_float(of((t * 2 + n) * 4 + k / 2, i).b >> k % 2 * 16);
+                x[n] += top * right;
+                x[2 + n] += bottom * right;
+            }
         }
-    }
     memcpy(d, x, sizeof x);
-}
-
-static void load_matrices(u32 (&x)[4], u32 at, bool transposed) {
-    const auto values = exchange(transposed ? "ldmatrix.trans" : "ldmatrix", at);
-    const int lane = block->current % kLanes;
-    const int m = lane / 8;
-    u32 banks = 0;
-    for (int row = 0; row < 8; row++) banks |= 1u << lane_value<u32>(values, m * 8 + row) / 16 % 8;
-    if (banks != 0xff) fail("bank conflict in a matrix load");
-    for (int i = 0; i < 4; i++) {
-        uint16_t pair[2];
-        for (int j = 0; j < 2; j++) {
-            const int row = transposed ? lane % 4 * 2 + j : lane / 4, column = transposed ? lane / 4 : lane % 4 * 2 + j;
-            const u32 start = lane_value<u32>(values, i * 8 + row);
-            if (start % 16) fail("a matrix row is not 16-byte aligned");
-            memcpy(&pair[j], shared(start, 16, false) + column * 2, 2);
-        }
-        x[i] = pair[0] | static_cast<u32>(pair[1]) << 16;
-    }
 }
 
 static void enter() {
@@ -276,7 +309,10 @@ static void run_block() {
     }
 }
 
-static std::string run(void (*body)(const void*), const void* arguments, dim3 grid, std::vector<Range> readable, u64 seed) {
+// Launches a kernel. Returns what went wrong first, or an empty string.
+static std::string run(void (*body)(const void*), const void* arguments, dim3 grid, u32 shared_bytes,
+                       std::vector<Range> readable, u64 seed) {
+    static u64 blocks = 0;
     std::sort(readable.begin(), readable.end(), [](const Range& a, const Range& b) { return a.begin < b.begin; });
     Block state;
     block = &state;
@@ -285,13 +321,15 @@ static std::string run(void (*body)(const void*), const void* arguments, dim3 gr
     state.body = body;
     state.arguments = arguments;
     state.random.seed(seed);
+    const std::unique_ptr<unsigned char[]> stacks(new unsigned char[kWarps * kLanes * kStack]);
     for (u32 i = 0; i < grid.x * grid.y * grid.z; i++) {
         state.index = {i % grid.x, i / grid.x % grid.y, i / grid.x / grid.y};
+        state.serial = ++blocks;
         state.threads.assign(kWarps * kLanes, Thread());
-        for (Thread& thread : state.threads) {
-            thread.stack.resize(kStack);
+        for (int id = 0; id < kWarps * kLanes; id++) {
+            Thread& thread = state.threads[id];
             getcontext(&thread.start);
-            thread.start.uc_stack = {thread.stack.data(), 0, static_cast<size_t>(kStack)};
+            thread.start.uc_stack = {stacks.get() + id * kStack, 0, static_cast<size_t>(kStack)};
             thread.start.uc_link = nullptr;
             makecontext(&thread.start, enter, 0);
         }
@@ -301,8 +339,8 @@ static std::string run(void (*body)(const void*), const void* arguments, dim3 gr
             state.clock[w][w] = 1;
         }
         for (Barrier& b : state.barriers) b = Barrier();
-        state.words.assign(kSharedBytes / 4, Word());
-        memset(state.shared, 0xff, kSharedBytes);  // NaN
+        state.words.assign(shared_bytes / 4, Word());
+        state.shared.assign(shared_bytes, 0xff);  // NaN
         run_block();
         if (!state.failure.empty()) break;
     }
@@ -317,68 +355,3 @@ struct EmulatedThread {
 #define threadIdx (EmulatedThread{static_cast<u32>(emulated::block->current)})
 #define blockIdx (emulated::block->index)
 #define gridDim (emulated::block->grid)
-
-DEVICE u32 thread_id() { return emulated::block->current; }
-DEVICE void store_shared(u32 at, uint4 x) { memcpy(emulated::shared(at, 16, true), &x, 16); }
-DEVICE void store_shared(u32 at, uint2 x) { memcpy(emulated::shared(at, 8, true), &x, 8); }
-DEVICE uint2 load_shared(u32 at) {
-    uint2 x;
-    memcpy(&x, emulated::shared(at, 8, false), 8);
-    return x;
-}
-DEVICE void load_matrices(u32 (&x)[4], u32 at) { emulated::load_matrices(x, at, false); }
-DEVICE void load_matrices_transposed(u32 (&x)[4], u32 at) { emulated::load_matrices(x, at, true); }
-DEVICE void multiply_add(float (&d)[4], u32 a0, u32 a1, u32 b) { emulated::product(d, d, a0, a1, b); }
-DEVICE void multiply(float (&d)[4], u32 a0, u32 a1, u32 b) { emulated::product(d, {0, 0, 0, 0}, a0, a1, b); }
-DEVICE void load_global(uint4& x, const char* from, bool wanted) {
-    if (!wanted) return;
-    if (reinterpret_cast<uintptr_t>(from) % 16) emulated::fail("global load is not 16-byte aligned");
-    emulated::check_readable(from, 16);
-    memcpy(&x, from, 16);
-}
-DEVICE void load_global(u32& x, const int* from, bool wanted) {
-    if (!wanted) return;
-    emulated::check_readable(from, 4);
-    memcpy(&x, from, 4);
-}
-DEVICE void prefetch(const char* at) { emulated::check_readable(at, 1); }
-DEVICE void keep_loads_above() {}
-DEVICE void barrier_all() { emulated::synchronize(0, 256, false, 0); }
-DEVICE void barrier_all_if(bool joins) {
-    if (joins) barrier_all();
-}
-DEVICE void barrier_pair() { emulated::synchronize(1 + thread_id() / 64, 64, false, thread_id() / 64 * 2); }
-DEVICE bool barrier_pair_any(bool mine) {
-    return emulated::synchronize(1 + thread_id() / 64, 64, mine, thread_id() / 64 * 2);
-}
-DEVICE float exp2_approximate(float x) { return exp2f(x); }
-DEVICE u32 pack_half2(float low, float high) {
-    return emulated::float_to_half(low) | static_cast<u32>(emulated::float_to_half(high)) << 16;
-}
-DEVICE float from_bits(u32 x) {
-    float y;
-    memcpy(&y, &x, 4);
-    return y;
-}
-DEVICE u32 to_bits(float x) {
-    u32 y;
-    memcpy(&y, &x, 4);
-    return y;
-}
-DEVICE float shuffle_xor(float x, int lanes) {
-    return emulated::lane_value<float>(emulated::exchange("shfl.bfly", x), thread_id() % 32 ^ lanes);
-}
-DEVICE int shuffle_up(int x, int lanes) {
-    const int lane = thread_id() % 32;
-    return emulated::lane_value<int>(emulated::exchange("shfl.up", x), lane >= lanes ? lane - lanes : lane);
-}
-DEVICE int shuffle(int x, int lane) { return emulated::lane_value<int>(emulated::exchange("shfl.idx", x), lane); }
-DEVICE u32 lanes_where(bool x) {
-    const auto values = emulated::exchange("vote", x);
-    u32 lanes = 0;
-    for (int i = 0; i < 32; i++) lanes |= static_cast<u32>(emulated::lane_value<bool>(values, i)) << i;
-    return lanes;
-}
-DEVICE bool any_lane(bool x) { return lanes_where(x) != 0; }
-DEVICE int leading_zeros(u32 x) { return __builtin_clz(x); }
-DEVICE int lowest_set_bit(u32 x) { return __builtin_ctz(x); }
