@@ -144,7 +144,8 @@ def _rank_main(
     init: bool,
 ) -> None:
     global _say
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job would inherit that it is ignored
+    # A shell's background job inherits that interrupts are ignored.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     faulthandler.enable()
     faulthandler.dump_traceback_later(timeout_s, exit=True, file=sys.stderr)
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank)}
