@@ -199,7 +199,7 @@ def test_a_dead_peer_releases_the_kernels(size: int) -> None:
 
 
 def _aborted_and_late(rank: int, library: Path) -> None:
-    gpu, group = make_group(library, rank, timeout_s=1.0)
+    gpu, group = make_group(library, rank, timeout_s=2.0)
     for fault, size in enumerate([100, 100, 40_000, 40_000]):
         _works(gpu, group, size)
         dist.barrier()
