@@ -17,7 +17,7 @@ from tpoverlap.config import OverlapConfig
 from tpoverlap.errors import ChannelError, CollectiveAbortedError, TpOverlapError
 from tpoverlap.microbatch import Batch, MicroBatchExecutor
 from tpoverlap.microbatch.cpu_lane import CpuCommLane
-from tpoverlap.microbatch.runs import SplitRun
+from tpoverlap.microbatch.split_run import SplitRun
 from tpoverlap.microbatch.worker import Worker
 
 

@@ -28,9 +28,11 @@ from tpoverlap.microbatch.cuda_lane import CudaCommLane
 from tpoverlap.microbatch.engine_features import EngineFeatures, check_supported
 from tpoverlap.microbatch.foreign_collectives import foreign_collective_watch
 from tpoverlap.microbatch.lane import CommLane, Measurement
+from tpoverlap.microbatch.outputs import Output
 from tpoverlap.microbatch.piece_counts import PieceCounts
-from tpoverlap.microbatch.runs import Forward, Output, PieceContext, PlainRun, Run, SplitRun, WholeRun
+from tpoverlap.microbatch.runs import Forward, PieceContext, PlainRun, Run, WholeRun
 from tpoverlap.microbatch.split import check_split_options, split_tokens
+from tpoverlap.microbatch.split_run import SplitRun
 from tpoverlap.microbatch.stats import RunStats
 from tpoverlap.microbatch.worker import Worker
 
