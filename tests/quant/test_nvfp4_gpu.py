@@ -56,7 +56,7 @@ def test_shapes_off_the_tiles(shape: tuple[int, int], per_row: bool, dtype: torc
 @pytest.mark.parametrize("layout", ["row_major", "qpn2"])
 def test_bf16_rounded_by_integers_has_the_same_bits(monkeypatch: pytest.MonkeyPatch, layout: str) -> None:
     """The path of GPUs older than 8.0, run on this one."""
-    monkeypatch.setattr(triton_backend, "_capability", lambda device: (7, 5))
+    monkeypatch.setattr(triton_backend, "capability_of", lambda tensor: (7, 5))
     for global_scale in (*GLOBAL_SCALES, 1e-37, 1e35):
         t = all_codes(global_scale)
         source = t.to("cuda") if layout == "row_major" else to_qpn2(t.to("cuda"))

@@ -19,6 +19,7 @@ from tpoverlap.attention.arguments import (
 )
 from tpoverlap.attention.backend import PACKED_PREFILL, PrefillBackend, PrefillRequest
 from tpoverlap.attention.selection import Selection, select_decode_backend, select_prefill_backend
+from tpoverlap.cuda.triton_dispatch import capability_of
 
 
 @overload
@@ -359,7 +360,7 @@ def _request(
     needs_lse: bool,
 ) -> PrefillRequest:
     return PrefillRequest(
-        capability=torch.cuda.get_device_capability(q.device) if q.is_cuda else None,
+        capability=capability_of(q) if q.is_cuda else None,
         dtype=q.dtype,
         head_dim=q.shape[2],
         q_heads=q.shape[1],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tpoverlap.attention.triton_dispatch import triton_serves
+from tpoverlap.cuda.triton_dispatch import triton_serves
 
 
 def write_kv(

@@ -13,7 +13,7 @@ from typing import Literal
 
 import torch
 
-from tpoverlap.attention.triton_dispatch import multiprocessors, on_device_of, triton_serves
+from tpoverlap.cuda.triton_dispatch import multiprocessors, on_device_of, triton_serves
 
 NAN_KEY = 0x7FFFFFFF
 NEG_INF_KEY = -0x7F800001

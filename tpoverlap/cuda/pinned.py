@@ -23,8 +23,12 @@ class PinnedMapping:
                 f"cannot pin {num_bytes / 2**20:.0f} MiB of host memory ({e.name}): raise the limit of locked memory "
                 "(ulimit -l, docker: --ulimit memlock=-1) or use a smaller copy_engine_max_bytes (HostReduceConfig)"
             ) from e
-        self.device_address = int(call("cuMemHostGetDevicePointer", address, 0))
         self._registered = True
+        try:
+            self.device_address = int(call("cuMemHostGetDevicePointer", address, 0))
+        except CudaDriverError:
+            self.close()
+            raise
 
     def close(self) -> None:
         if self._registered:

@@ -36,6 +36,8 @@ def stream_memory_ops_work(ordinal: int) -> bool:
             calls.wait_at_least(stream, at, 7)
             calls.write(stream, answer, 9)
         except (CudaDriverError, ChannelError, UnsupportedError):
+            words[0] = 7
+            _abandoned.extend((memory, tensor))
             return False
         time.sleep(0.002)
         too_early = words[16] == 9

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from tpoverlap.cuda.triton_available import triton_installed, triton_interpreted
+from tpoverlap.cuda.triton_dispatch import capability_of
 from tpoverlap.errors import ConfigError
 from tpoverlap.model.layers import AttentionMetadata, RMSNorm, Rotary, RowParallel
 
@@ -96,7 +97,7 @@ class TokenMixer(nn.Module):
     def _in_triton(self, x: torch.Tensor) -> bool:
         if not (x.is_cuda or triton_interpreted()) or not triton_installed():
             return False
-        if x.is_cuda and torch.cuda.get_device_capability(x.device) < (8, 0):
+        if x.is_cuda and capability_of(x) < (8, 0):
             # No BF16, and too little shared memory for the largest heads.
             return x.dtype == torch.float16 and self.head_dim in _TRITON_HEAD_DIMS[:-1]
         return x.dtype in (torch.float16, torch.bfloat16) and self.head_dim in _TRITON_HEAD_DIMS

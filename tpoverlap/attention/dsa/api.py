@@ -17,7 +17,7 @@ import torch
 
 from tpoverlap.attention.dsa import torch_backend
 from tpoverlap.attention.topk import check_topk_output, topk_indices
-from tpoverlap.attention.triton_dispatch import triton_serves
+from tpoverlap.cuda.triton_dispatch import triton_serves
 
 
 def block_scores(

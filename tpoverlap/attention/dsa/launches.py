@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from tpoverlap.attention.dsa.kernels import mask_rows, score_blocks
-from tpoverlap.attention.triton_dispatch import multiprocessors, on_device_of
+from tpoverlap.cuda.triton_dispatch import multiprocessors, on_device_of
 
 MASK_TILE = 1024
 """Columns a program masks at a time."""

@@ -8,7 +8,7 @@ import torch
 
 from tpoverlap.attention.qsa.caches import POSITION_AXES, CompressedKeyCache, KeyStateCache
 from tpoverlap.attention.qsa.metadata import check_batch
-from tpoverlap.attention.triton_dispatch import triton_serves
+from tpoverlap.cuda.triton_dispatch import triton_serves
 
 E4M3_MAX = 448.0
 

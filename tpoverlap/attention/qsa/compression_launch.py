@@ -7,7 +7,7 @@ import torch
 from tpoverlap.attention.qsa.caches import CompressedKeyCache, KeyStateCache
 from tpoverlap.attention.qsa.compression import KeyTransform
 from tpoverlap.attention.qsa.compression_kernel import update_caches
-from tpoverlap.attention.triton_dispatch import on_device_of
+from tpoverlap.cuda.triton_dispatch import on_device_of
 
 
 def update(

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from tpoverlap.attention.qsa import metadata_torch
-from tpoverlap.attention.triton_dispatch import triton_serves
+from tpoverlap.cuda.triton_dispatch import triton_serves
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import torch
 
 from tpoverlap.attention.qsa.metadata_kernel import build_tiles
 from tpoverlap.attention.qsa.metadata_torch import Outputs, Sizes
-from tpoverlap.attention.triton_dispatch import dependent_launch, on_device_of
+from tpoverlap.cuda.triton_dispatch import dependent_launch, on_device_of
 
 TOKEN_TILE = 128
 WORK_TILE = 128

@@ -7,7 +7,7 @@ import math
 import torch
 
 from tpoverlap.attention.qsa import scoring_torch
-from tpoverlap.attention.triton_dispatch import capability_of, triton_serves
+from tpoverlap.cuda.triton_dispatch import capability_of, triton_serves
 from tpoverlap.errors import UnsupportedError
 
 HEAD_DIM = 128

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from tpoverlap.attention.qsa.scoring_kernel import score_segments
-from tpoverlap.attention.triton_dispatch import capability_of, multiprocessors, on_device_of
+from tpoverlap.cuda.triton_dispatch import capability_of, multiprocessors, on_device_of
 
 TILE_KEYS = 64
 PROGRAMS = {1: 16, 2: 8, 4: 8}

@@ -9,7 +9,7 @@ import torch
 
 from tpoverlap.attention.qsa import scoring, selection_torch
 from tpoverlap.attention.topk import MAX_KERNEL_K, check_topk_output, select_plan
-from tpoverlap.attention.triton_dispatch import triton_serves
+from tpoverlap.cuda.triton_dispatch import triton_serves
 from tpoverlap.errors import UnsupportedError
 
 MAX_SEGMENT_ROWS = 256

@@ -6,7 +6,7 @@ import torch
 
 from tpoverlap.attention.qsa.selection_kernel import select_positions
 from tpoverlap.attention.topk import list_candidates, select_plan
-from tpoverlap.attention.triton_dispatch import on_device_of
+from tpoverlap.cuda.triton_dispatch import on_device_of
 
 
 def select(

@@ -10,7 +10,7 @@ import torch
 from tpoverlap.attention.backend import PACKED_MATCHES_DECODE, PrefillRequest
 from tpoverlap.attention.triton.common import common_rejections, padded_dim, score_factors
 from tpoverlap.attention.triton.configs import DecodeTiles, decode_tiles
-from tpoverlap.attention.triton_dispatch import dependent_launch, on_device_of
+from tpoverlap.cuda.triton_dispatch import capability_of, dependent_launch, on_device_of
 from tpoverlap.cuda.triton_launch import FastLaunch
 
 name = "triton"
@@ -200,7 +200,7 @@ class _Plan:
         _, block_size, kv_heads, _ = k_cache.shape
         group = q_heads // kv_heads
         if tiles is None:
-            tiles = decode_tiles(torch.cuda.get_device_capability(q.device) if q.is_cuda else None, q.dtype, head_dim)
+            tiles = decode_tiles(capability_of(q) if q.is_cuda else None, q.dtype, head_dim)
         dim = padded_dim(head_dim)
         # Each launch is set up while the kernel before it runs: short rows take little longer than a launch.
         dependent = dependent_launch(q)

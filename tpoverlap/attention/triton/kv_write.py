@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tpoverlap.attention.triton_dispatch import on_device_of
+from tpoverlap.cuda.triton_dispatch import on_device_of
 
 # Elements of a program's tile of heads: 8 a thread.
 _TILE_ELEMENTS = 1024

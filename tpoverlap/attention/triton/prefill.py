@@ -7,7 +7,7 @@ import torch
 from tpoverlap.attention.backend import PACKED_PREFILL, PrefillRequest
 from tpoverlap.attention.triton.common import common_rejections, padded_dim, score_factors
 from tpoverlap.attention.triton.configs import PrefillTiles, prefill_tiles
-from tpoverlap.attention.triton_dispatch import on_device_of
+from tpoverlap.cuda.triton_dispatch import capability_of, on_device_of
 
 name = "triton"
 capabilities = frozenset({PACKED_PREFILL})
@@ -34,7 +34,7 @@ def paged_prefill(
     lse: torch.Tensor | None,
 ) -> None:
     """num_splits is of no effect: one program walks all keys of its rows, whose bits then depend on nothing else."""
-    tiles = prefill_tiles(torch.cuda.get_device_capability(q.device) if q.is_cuda else None, q.dtype, q.shape[2])
+    tiles = prefill_tiles(capability_of(q) if q.is_cuda else None, q.dtype, q.shape[2])
     launch_prefill(
         q,
         k_cache,

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 
 import torch
 
 from tpoverlap.cuda.triton_available import triton_installed, triton_interpreted
+from tpoverlap.cuda.triton_dispatch import capability_of, on_device_of
 from tpoverlap.cuda.triton_launch import FastLaunch
 from tpoverlap.quant.nvfp4.format import GROUP, NVFP4Tensor
 from tpoverlap.quant.nvfp4.qpn2 import TILE_ROWS, QPN2Tensor
@@ -33,15 +33,15 @@ def dequantize_into(t: NVFP4Tensor | QPN2Tensor, out: torch.Tensor, tile: Tile |
         return
     from tpoverlap.quant.nvfp4 import triton_kernels as kernels
 
-    capability = _capability(t.device)
+    # The interpreter has no instructions of any.
+    capability = capability_of(t.codes) if t.codes.is_cuda else (0, 0)
     if out.dtype == torch.bfloat16 and capability < (8, 0):
         out = out.view(torch.int16)  # no BF16 conversion instruction: the kernel rounds by integer operations
     groups_per_row = k // GROUP
     words = _as_words(t.codes)
     scales = t.scales.view(torch.uint8)
     per_row = t.global_scale.ndim == 1
-    is_elsewhere = t.device.type == "cuda" and t.device.index != torch.cuda.current_device()
-    with torch.cuda.device(t.device) if is_elsewhere else contextlib.nullcontext():
+    with on_device_of(t.codes):
         if isinstance(t, QPN2Tensor):
             tile = tile or tile_for("qpn2", capability)
             parts = TILE_ROWS // kernels.QPN2_ROWS.value
@@ -75,9 +75,3 @@ def _row_major(device: torch.device, dtype: torch.dtype, groups_per_row: int, pe
 def _as_words(codes: torch.Tensor) -> torch.Tensor:
     """The code bytes as int32 words; copied where they do not start on a word."""
     return (codes.clone() if codes.data_ptr() % 4 else codes).view(torch.int32)
-
-
-@functools.cache
-def _capability(device: torch.device) -> tuple[int, int]:
-    """The device's compute capability; (0, 0) for the interpreter, which has no instructions of any."""
-    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
