@@ -9,6 +9,8 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -420,3 +422,12 @@ def _overlap(rank: int) -> float:
 def test_communication_hides_behind_the_other_piece() -> None:
     # Sleeping needs no core, so this holds on a busy machine: the ideal is 7 / 12.
     assert max(run_ranks(_overlap, 2)) < 0.85
+
+
+def test_an_executor_that_never_cuts_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    group: Any = SimpleNamespace(device=torch.device("cpu"), rank_in_group=0, generation=0)
+    with caplog.at_level("INFO", "tpoverlap"):
+        MicroBatchExecutor(group, OverlapConfig(min_tokens=1))
+        assert not caplog.messages
+        MicroBatchExecutor(group)
+    assert "OverlapConfig(min_tokens=...)" in caplog.text

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import math
 import os
 import threading
@@ -35,6 +36,8 @@ from tpoverlap.microbatch.split import check_split_options, split_tokens
 from tpoverlap.microbatch.split_run import SplitRun
 from tpoverlap.microbatch.stats import RunStats
 from tpoverlap.microbatch.worker import Worker
+
+logger = logging.getLogger("tpoverlap")
 
 
 class MicroBatchExecutor:
@@ -73,6 +76,8 @@ class MicroBatchExecutor:
         self._group = group
         self._config = config or OverlapConfig()
         check_split_options(self._config.cut_multiple, state_block, balance_position)
+        if self._config.min_tokens == 0:
+            logger.info("batches run whole, since min_tokens is 0: OverlapConfig(min_tokens=...) has larger ones cut")
         self._state_block = state_block
         self._balance_position = balance_position
         self._cpu = cpu_for(group.device, group.rank_in_group) if group.device.type == "cuda" else None
