@@ -215,7 +215,7 @@ private:
     static_assert(sizeof(T) == 4);
     u64 owner_ = 0;  // the block's serial number
     Word word_;
-    T value_;
+    T value_ = {};
 };
 
 static void check_readable(const void* from, size_t bytes) {

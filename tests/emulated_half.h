@@ -30,7 +30,7 @@ static uint16_t float_to_half(float x) {
     memcpy(&bits, &x, 4);
     const uint16_t sign = bits >> 16 & 0x8000;
     const float magnitude = fabsf(x);
-    if (isnan(x)) return sign | 0x7fff;
+    if (isnan(x)) return 0x7fff;  // as cvt.rn.f16.f32 has it
     if (magnitude >= 65520.f) return sign | 0x7c00;
     int exponent;
     frexpf(magnitude, &exponent);

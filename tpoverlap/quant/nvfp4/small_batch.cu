@@ -36,6 +36,11 @@ struct Arguments {
     int global_scale_stride;         // 1 where it is per row, else 0
 };
 
+#ifdef TPOVERLAP_EMULATED_GPU
+#include TPOVERLAP_EMULATED_GPU
+#else
+typedef float SharedFloat;
+
 __device__ __forceinline__ u32 multiply_pair(u32 a, u32 b) {
     u32 product;
 #if BF16
@@ -46,13 +51,6 @@ __device__ __forceinline__ u32 multiply_pair(u32 a, u32 b) {
     return product;
 }
 
-// Codes travel as code * 2^-kCodeShift: their bits, moved into place, are a number with too small an exponent.
-#if BF16
-constexpr float kUnscale = 512.0f;     // code * 2^-126 times scale * 2^117
-#else
-constexpr float kUnscale = 16384.0f;   // code * 2^-14 times scale
-#endif
-
 // Bits of a where the mask is set, of b elsewhere: one instruction.
 __device__ __forceinline__ u32 select_bits(u32 mask, u32 a, u32 b) {
     u32 selected;
@@ -60,46 +58,7 @@ __device__ __forceinline__ u32 select_bits(u32 mask, u32 a, u32 b) {
     return selected;
 }
 
-// Four pairs of a word's eight codes: pairs[j] holds nibbles j and j + 4.
-__device__ __forceinline__ void decode_word(u32 word, u32 pairs[4]) {
-#if BF16
-    // Rotated by 6, the sign of a nibble stands 7 above its exponent, as in a BF16; beside the magnitudes of the other
-    // byte of each half they do not overlap, so that a pair is one shift and one mask away.
-    const u32 signs = __funnelshift_l(word, word, 6);
-    const u32 low = select_bits(0x00FF00FFu, word, signs), high = select_bits(0xFF00FF00u, word, signs);
-    const u32 code = 0x81C081C0u;
-    pairs[0] = (low << 6) & code;
-    pairs[1] = (low << 2) & code;
-    pairs[2] = __funnelshift_r(high, high, 2) & code;
-    pairs[3] = __funnelshift_r(high, high, 6) & code;
-#else
-    // The high byte of an FP16 holds all of a code, so four codes are moved into place at once, a byte each.
-    const u32 even = select_bits(0x80808080u, word << 4, word << 1);
-    const u32 odd = select_bits(0x80808080u, word, word >> 3);
-    const u32 code = 0x8E008E00u;
-    pairs[0] = (even << 8) & code;
-    pairs[1] = (odd << 8) & code;
-    pairs[2] = even & code;
-    pairs[3] = odd & code;
-#endif
-}
-
-// Two E4M3 bytes to two 16-bit floats: scale (FP16) or scale * 2^117 (BF16), exactly, but for NaN.
-__device__ __forceinline__ u32 decode_scales(u32 bytes) {
-    const u32 high = __byte_perm(bytes, 0, 0x1404);
-#if BF16
-    const u32 pair = (high & 0x80008000u) | ((high >> 4) & 0x07F007F0u);
-    return multiply_pair(multiply_pair(pair, 0x7B807B80u), 0x7A007A00u);  // 2^120, 2^117
-#else
-    const u32 pair = (high & 0x80008000u) | ((high >> 1) & 0x3F803F80u);
-    return multiply_pair(pair, 0x5C005C00u);  // 2^8
-#endif
-}
-
-// Sets the highest bit of the bytes that are a NaN in E4M3; the other bits are of no meaning.
-__device__ __forceinline__ u32 mark_nan(u32 bytes) { return (bytes & 0x7F7F7F7Fu) + 0x01010101u; }
-constexpr u32 kNanMarks = 0x80808080u;
-
+// c += a b, for a of 16 x 16 and b of 16 x 8.
 __device__ __forceinline__ void multiply_accumulate(float c[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
 #if BF16
     asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
@@ -144,6 +103,54 @@ __device__ __forceinline__ unsigned short round_to_16_bits(float value) {
 #endif
     return bits;
 }
+#endif
+
+// The bits of a code, moved into place, are a number with too small an exponent: the sum makes up for it.
+#if BF16
+constexpr float kUnscale = 512.0f;     // code * 2^-126 times scale * 2^117
+#else
+constexpr float kUnscale = 16384.0f;   // code * 2^-14 times scale
+#endif
+
+// Four pairs of a word's eight codes: pairs[j] holds nibbles j and j + 4.
+__device__ __forceinline__ void decode_word(u32 word, u32 pairs[4]) {
+#if BF16
+    // Rotated by 6, the sign of a nibble stands 7 above its exponent, as in a BF16; beside the magnitudes of the other
+    // byte of each half they do not overlap, so that a pair is one shift and one mask away.
+    const u32 signs = __funnelshift_l(word, word, 6);
+    const u32 low = select_bits(0x00FF00FFu, word, signs), high = select_bits(0xFF00FF00u, word, signs);
+    const u32 code = 0x81C081C0u;
+    pairs[0] = (low << 6) & code;
+    pairs[1] = (low << 2) & code;
+    pairs[2] = __funnelshift_r(high, high, 2) & code;
+    pairs[3] = __funnelshift_r(high, high, 6) & code;
+#else
+    // The high byte of an FP16 holds all of a code, so four codes are moved into place at once, a byte each.
+    const u32 even = select_bits(0x80808080u, word << 4, word << 1);
+    const u32 odd = select_bits(0x80808080u, word, word >> 3);
+    const u32 code = 0x8E008E00u;
+    pairs[0] = (even << 8) & code;
+    pairs[1] = (odd << 8) & code;
+    pairs[2] = even & code;
+    pairs[3] = odd & code;
+#endif
+}
+
+// Two E4M3 bytes to two 16-bit floats: scale (FP16) or scale * 2^117 (BF16), exactly, but for NaN.
+__device__ __forceinline__ u32 decode_scales(u32 bytes) {
+    const u32 high = __byte_perm(bytes, 0, 0x1404);
+#if BF16
+    const u32 pair = (high & 0x80008000u) | ((high >> 4) & 0x07F007F0u);
+    return multiply_pair(multiply_pair(pair, 0x7B807B80u), 0x7A007A00u);  // 2^120, 2^117
+#else
+    const u32 pair = (high & 0x80008000u) | ((high >> 1) & 0x3F803F80u);
+    return multiply_pair(pair, 0x5C005C00u);  // 2^8
+#endif
+}
+
+// Sets the highest bit of the bytes that are a NaN in E4M3; the other bits are of no meaning.
+__device__ __forceinline__ u32 mark_nan(u32 bytes) { return (bytes & 0x7F7F7F7Fu) + 0x01010101u; }
+constexpr u32 kNanMarks = 0x80808080u;
 
 // What a thread needs of the weight for one step: 32 k of each of its rows.
 struct Step {
@@ -242,7 +249,7 @@ extern "C" __global__ void __launch_bounds__(32 * kWarps, kBlocksPerSm) nvfp4_sm
     }
 
     // sums[tile]: rows quad and quad + 8 of the tile, each for x's rows 2 * in_quad and 2 * in_quad + 1
-    __shared__ float parts[kWarps][kMaxRows][kBlockRows + 4];
+    __shared__ SharedFloat parts[kWarps][kMaxRows][kBlockRows + 4];
 #pragma unroll
     for (int tile = 0; tile < kTiles; ++tile) {
         u32 nan = nans[tile] & kNanMarks;
