@@ -2,49 +2,35 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import functools
-import hashlib
 import itertools
 import shutil
-import subprocess
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from emulated_build import build_in
 from simulated_gpu import SimulatedGpu
 
 from tpoverlap.comm import kernel_mode
 
 HERE = Path(__file__).parent
-COMPILER = shutil.which("g++") or shutil.which("clang++")
 SOURCE = Path(kernel_mode.__file__).with_name("kernel_mode.cu").read_text()
 # Of a block; the kernel takes any number from the ranks' on.
 _THREADS = 16
 _ITEMS = {"float32": 4, "float16": 2, "bfloat16": 3}
 
 
+@functools.cache
 def build(source: str = SOURCE) -> Path:
     """The emulation of a source text, compiled once; ranks load the file that their test has made."""
-    name = hashlib.sha256(source.encode()).hexdigest()[:16]
-    built = _folder() / f"{name}.so"
-    if not built.exists():
-        assert COMPILER
-        place = _folder() / name
-        place.mkdir()
-        (place / "kernel_mode.cu").write_text(source)
-        flags = ["-std=c++17", "-O1", "-shared", "-fPIC", "-pthread", "-Wno-unknown-pragmas"]
-        flags += [f"-I{folder}" for folder in (place, HERE, HERE.parent)]
-        command = [COMPILER, *flags, str(HERE / "emulated_kernel_mode.cpp"), "-o", str(built)]
-        subprocess.run(command, check=True, timeout=100)
-    return built
-
-
-@functools.cache
-def _folder() -> Path:
-    return Path(tempfile.mkdtemp(prefix="tpoverlap-emulation-"))
+    folder = Path(tempfile.mkdtemp(prefix="tpoverlap-emulation-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return build_in(folder, HERE / "emulated_kernel_mode.cpp", "kernel_mode.cu", source, "-O1", "-pthread")
 
 
 class EmulatedKernel:

@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from emulated_kernel_mode import COMPILER, SOURCE, build, emulate_kernel_mode
+from emulated_build import COMPILER
+from emulated_kernel_mode import SOURCE, build, emulate_kernel_mode
 from rank_harness import run_ranks, say, start_ranks
 from simulated_gpu import SimulatedGpu
 from test_simulated_copy_engine import expected_sum, inputs
