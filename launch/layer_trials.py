@@ -60,6 +60,10 @@ class Transport:
     group: GroupCoordinator
     executors: dict[str, MicroBatchExecutor] = field(default_factory=dict)
 
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """As suits it: the backend's own sum replaces its input."""
+        return self.group.all_reduce(x, out=x if self.provider == "torch" else None)
+
 
 class Trials:
     """Makes arms, the same ones on every rank of all teams; what they share lives until :meth:`close`."""
@@ -168,13 +172,13 @@ class Trials:
 
     @torch.inference_mode()
     def _serial(self, transport: Transport) -> torch.Tensor:
-        return self._stack.forward(self._hidden, lambda x: transport.group.all_reduce(x, out=x))
+        return self._stack.forward(self._hidden, transport.all_reduce)
 
     @torch.inference_mode()
     def _split(self, transport: Transport, way: str) -> torch.Tensor:
         def forward(piece: Batch) -> torch.Tensor:
             assert piece.inputs_embeds is not None  # _batch gives them
-            return self._stack.forward(piece.inputs_embeds, lambda x: transport.group.all_reduce(x, out=x))
+            return self._stack.forward(piece.inputs_embeds, transport.all_reduce)
 
         output = transport.executors[way].run(forward, self._batch)
         assert isinstance(output, torch.Tensor)  # as forward returns it

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from bench_teams import HOST
@@ -26,6 +26,7 @@ from prefill_trials import PrefillTrials
 from progress_bar import Progress
 
 from tpoverlap.attention import paged_prefill
+from tpoverlap.comm import current_scheduler, use_scheduler
 from tpoverlap.microbatch.cpu_lane import CpuCommLane
 from tpoverlap.microbatch.cuda_lane import CudaCommLane
 from tpoverlap.model.layers import AttentionMetadata
@@ -35,12 +36,13 @@ TRANSPORTS = {"cuda": {BASELINE: "NCCL", OURS: "copy engines"}, "cpu": {BASELINE
 _TURNS = 5
 # Of a loop that runs beside all-reduces.
 _LOOP_S = 10e-3
-_CALLS, _ALL_REDUCES, _HAND_OVERS = 4, 10, 32
+_CALLS, _ALL_REDUCES, _HAND_OVERS, _RESULTS = 4, 10, 32, 4
 # Of the device's clocks: about 4 and 17 ms, several times what the host needs for the work behind them.
 _SHORT_GATE, _LONG_GATE = 7_000_000, 30_000_000
 _SOURCE = "Measured in the launch that measured the prefills, on the slowest rank."
 
 Work = Callable[[], object]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -109,6 +111,7 @@ class _Parts:
         self._many = layers[: 2 * trials.shape.attention_every]
         self._on_device = self._team.device.type == "cuda"
         self._comm = torch.cuda.Stream(self._team.device, priority=-1) if self._on_device else None
+        self._aside = torch.cuda.Stream(self._team.device) if self._on_device else None
         self._attention_s: dict[tuple[str, int | None], PointAttention] = {}
         self._slowdowns: dict[tuple[object, ...], float] = {}
         self._transports = TRANSPORTS[self._team.device.type]
@@ -282,19 +285,30 @@ class _Parts:
         return all_reduce.at(self._piece * self._trials.shape.hidden * VALUE_BYTES)
 
     def _all_reduces(self, at: int, tokens: int, count: int) -> Work:
-        """All-reduces one after the other, in place as in the model, of values that are small again after every few."""
-        source = self._inputs(tokens, 0).hidden
-        payload = torch.empty_like(source)
+        """All-reduces one after the other, as in the model.
+
+        On the baseline in place, of values that are small again after every few. Ours leave their additions to the
+        stream that needs the sums, which is another one than that of the transfers: nobody does here.
+        """
+        group, source = self._trials.groups[at], self._inputs(tokens, 0).hidden
+        payload = source * 2.0**-14
+        results = [torch.empty_like(source) for _ in range(_RESULTS)]
 
         @torch.inference_mode()
-        def run() -> None:
-            group = self._trials.groups[at]
+        def in_place() -> None:
             for i in range(count):
                 if i % _ALL_REDUCES == 0:
                     torch.mul(source, 2.0**-14, out=payload)
                 group.all_reduce(payload, out=payload)
 
-        return run
+        @torch.inference_mode()
+        def transfer() -> None:
+            scheduler = _OnStream(torch.cuda.current_stream()) if self._on_device else current_scheduler()
+            with torch.cuda.stream(self._aside), use_scheduler(scheduler):
+                for i in range(count):
+                    group.all_reduce(payload, out=results[i % _RESULTS])
+
+        return in_place if at == BASELINE else transfer
 
     def _loop(self, works: list[Work], all_reduce: Curve) -> tuple[Work, float]:
         """The works again and again, for several all-reduces of a piece at least; and its seconds."""
@@ -360,6 +374,19 @@ class _Parts:
         angles = batch.positions.float()[:, None] * model.rope_inv_freq
         hidden = torch.randn(tokens, self._trials.shape.hidden, dtype=model.dtype, device=model.device)
         return _Inputs(hidden, (angles.cos().to(model.dtype), angles.sin().to(model.dtype)), model.metadata(batch))
+
+
+class _OnStream:
+    """A scheduler whose collectives run on a given stream; the caller's goes on behind them."""
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self._stream = stream
+
+    def run(self, name: str, inputs: Sequence[torch.Tensor], launch: Callable[[], T]) -> T:
+        with torch.cuda.stream(self._stream):
+            result = launch()
+        torch.cuda.current_stream().wait_stream(self._stream)
+        return result
 
 
 @dataclass(frozen=True)

@@ -33,11 +33,13 @@ BLOCK_SIZE = 32
 
 
 class SwitchedGroup:
-    """The group that a model's collectives go to, which changes between arms. Sums replace their input, which every
-    layer has made for itself. is_silent: there are none, for parts of layers that are timed alone."""
+    """The group that a model's collectives go to, which changes between arms. in_place: sums replace their input, which
+    every layer has made for itself, as suits NCCL. is_silent: there are none, for parts of layers that are timed alone.
+    """
 
     def __init__(self, group: GroupCoordinator) -> None:
         self.current = group
+        self.in_place = True
         self.is_silent = False
 
     @property
@@ -49,7 +51,7 @@ class SwitchedGroup:
         return self.current.world_size
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        return x if self.is_silent else self.current.all_reduce(x, out=x)
+        return x if self.is_silent else self.current.all_reduce(x, out=x if self.in_place else None)
 
     def all_gather(self, x: torch.Tensor, dim: int) -> torch.Tensor:
         return self.current.all_gather(x, dim)
@@ -136,6 +138,7 @@ class PrefillTrials:
     def configure_transport(self, arm: PrefillArm, transport: int) -> None:
         """Gives the model the arm's kernels, and any transport."""
         self._switch.current, self._switch.is_silent = self.groups[transport], False
+        self._switch.in_place = transport == BASELINE
         for attention in self.attentions:
             attention.prefill_backend, attention.prefill_num_splits = arm.backend, arm.num_splits
         self.workspace.tile = arm.tile
