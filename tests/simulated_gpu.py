@@ -41,6 +41,7 @@ class _Result(enum.IntEnum):
     CUDA_ERROR_INVALID_VALUE = 1
     CUDA_ERROR_INVALID_HANDLE = 400
     CUDA_ERROR_NOT_READY = 600
+    CUDA_ERROR_UNKNOWN = 999
 
 
 class _Mark(threading.Event):
@@ -164,6 +165,8 @@ class SimulatedGpu:
         self.default = self.new_stream(0)
         self.calls: dict[str, int] = {}
         """How often each function of the driver has been called."""
+        self.fails: Callable[[str], bool] = lambda name: False
+        """Whether the call of that function that is made now does nothing and returns an error."""
         self._stand_in_for_driver()
         self._stand_in_for_torch()
 
@@ -266,6 +269,8 @@ class SimulatedGpu:
     def _driver_function(self, name: str, function: Callable[..., Any]) -> Callable[..., tuple[Any, ...]]:
         def call(*arguments: Any) -> tuple[Any, ...]:
             self.calls[name] = self.calls.get(name, 0) + 1
+            if self.fails(name):
+                return (_Result.CUDA_ERROR_UNKNOWN,)
             try:
                 return (_Result.CUDA_SUCCESS, *(function(*arguments) or ()))
             except KeyError:  # a stream or an event that is not, or no longer

@@ -66,10 +66,8 @@ class CapturedCopyEngineProvider:
         raise AssertionError("rejected")
 
     def _transfer(self, description: str, source: torch.Tensor, rows: torch.Tensor) -> None:
-        channel, calls, region = self._segment.channel, self._segment.calls, self.region
-        self._segment.require_current()
-        channel.begin(description)
-        try:
+        calls, region = self._segment.calls, self.region
+        with self._segment.call(description):
             down, up, event = self._segment.begin(), self._segment.up, self._segment.event
             calls.order(up, event, down)
             calls.write(up, region.busy_address, 1)
@@ -79,11 +77,6 @@ class CapturedCopyEngineProvider:
                 self._operate(down, source.data_ptr(), rows, begin, min(slot_bytes, num_bytes - begin))
             calls.order(down, event, up)
             calls.write(down, region.busy_address, 0)
-        except BaseException as e:
-            channel.interrupted(e)
-            raise
-        finally:
-            channel.finish(completed=False)
 
     def _operate(self, down: object, source: int, rows: torch.Tensor, begin: int, num_bytes: int) -> None:
         segment, calls, region = self._segment, self._segment.calls, self.region
@@ -139,9 +132,6 @@ class MailboxRegion:
     def waiting_s(self) -> float:
         return self._clock.waiting_s()
 
-    def drain(self) -> None:
-        self._segment.drain()
-
     def restore(self) -> None:
         self._words[self._busy] = 0
         rank = self._segment.rank
@@ -149,9 +139,6 @@ class MailboxRegion:
             for piece in range(MAX_PIECES):
                 self._words[self._index(rank, reader, piece)] = EMPTY
         self._clock.restart()
-
-    def close(self) -> None:
-        self._segment.close()
 
     def _signature(self) -> tuple[int, ...] | None:
         if not self._words[self._busy]:

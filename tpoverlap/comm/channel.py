@@ -11,12 +11,14 @@ import os
 import threading
 import time
 import weakref
+from contextlib import ExitStack
 
 from tpoverlap.comm.failure import Failure, FailureKind, FailureRecord
 from tpoverlap.comm.host import HostIdentity
 from tpoverlap.comm.layout import DESCRIPTOR_TEXT_BYTES, LINE, NUM_DESCRIPTORS, Layout
-from tpoverlap.comm.region import CpuRegion, Region
+from tpoverlap.comm.region import CpuRegion, Device, Region
 from tpoverlap.comm.rendezvous import StoreExchange, gather_hosts, open_segment
+from tpoverlap.comm.reset import ResetRendezvous
 from tpoverlap.comm.segment import SegmentKind
 from tpoverlap.comm.watcher import TICK_S, Watcher
 from tpoverlap.comm.words import SharedWords
@@ -55,15 +57,15 @@ class Channel:
         self.rank = rank
         self.layout = layout
         self.timeout_s = timeout_s
-        self._exchange = exchange
         self._pid = os.getpid()
-        self._busy = threading.Lock()
+        # Taken by setdefault and freed by pop, one step each: no interrupt leaves a group that nobody uses taken.
+        self._user: dict[str, int] = {}
+        self._inside_call = False
         self._call = 0
         self._started_at, self._call_at, self._finished_at = (
             at // 8 for at in (layout.started_ns(rank), layout.call(rank), layout.finished_call(rank))
         )
         self._compared = [0] * layout.world_size
-        self._generation = 0
         self._run = 0
         self._delivered = False
         self._resetting = False
@@ -77,9 +79,11 @@ class Channel:
         problem = ""
         try:
             self._record = FailureRecord(self.segment)
+            self._resets = ResetRendezvous(self.segment, layout, self._record, rank, timeout_s)
             self._words = SharedWords(self.segment.words, self.segment.address)
             self.region = CpuRegion(self._words, layout, rank, self.check, first_number)
             self.regions: list[Region] = [self.region]
+            self.devices: list[Device] = []
             self._watcher = Watcher(name, rank, hosts, self)
         except ChannelError as e:
             problem = str(e)
@@ -107,19 +111,27 @@ class Channel:
                 "make the group after the fork"
             )
 
-    def begin(self, operation: str) -> int:
-        """Begins a call that ``operation`` describes ("name dtype bytes mode"); returns its number.
+    def call(self, operation: str, on_device: bool = False) -> CallContext:
+        """A context for one call, which ``operation`` describes ("name dtype bytes mode").
 
-        Raises the group's failure if it has one, and ChannelError when another thread, a forked child or a destroyed
-        group is at work. Follow it by :meth:`finish` in any case.
+        on_device: the call only queues its operation. Entering raises the group's failure if it has one, and
+        ChannelError when another thread, a forked child or a destroyed group is at work. An exception inside, such as
+        Ctrl-C, ends the call on every rank: after half a call this rank's counters do not fit its peers'.
         """
+        return CallContext(self, operation, on_device)
+
+    def begin(self, operation: str) -> None:
+        """Of :class:`CallContext`."""
         self.require_member()
-        if not self._busy.acquire(blocking=False):
-            raise ChannelError(
-                f"group {self.name!r} is used by two threads at once: one thread at a time may call collectives"
-            )
+        self._occupy("one thread at a time may call collectives")
         try:
+            if self._inside_call:
+                why = "was interrupted twice, or its signal handler called a collective,"
+                self.fail(FailureKind.ABORTED, self.rank, f"rank {self.rank} {why}")
+            if self.devices:
+                self.compare_calls()
             self.check()
+            self._inside_call = True
             self._call += 1
             self._write_descriptor(operation)
             quads = self.segment.quads
@@ -127,28 +139,35 @@ class Channel:
             quads[self._started_at] = time.monotonic_ns()
         except BaseException as e:
             self.interrupted(e)
-            self._busy.release()
+            self._user.pop("thread", None)
             raise
-        return self._call
 
     def published(self) -> None:
         """Restarts the call's clock: from here on the rank waits for its peers alone."""
         self.segment.quads[self._started_at] = time.monotonic_ns()
 
     def interrupted(self, error: BaseException) -> None:
-        """To be called when the call under way ends with an exception, such as Ctrl-C: ends it on every rank.
-
-        After half a call this rank's counters do not fit its peers', and the next call would read old data.
-        """
+        """Of :class:`CallContext`: ends the call under way on every rank."""
         self.abort(f"{type(error).__name__} during {self._own_descriptor() or 'its call'}", raised=True)
 
-    def finish(self, completed: bool) -> None:
-        """Ends the call. completed: whether it has read all that it needed."""
+    def finish(self, sound: bool, completed: bool) -> None:
+        """Of :class:`CallContext`. sound: it has no exception. completed: it has read all that it needed."""
         quads = self.segment.quads
         quads[self._started_at] = 0
         if completed:
             quads[self._finished_at] = self._call
-        self._busy.release()
+        self._inside_call = self._inside_call and not sound
+        self._user.pop("thread", None)
+
+    def _occupy(self, rule: str) -> None:
+        """Makes the calling thread the group's user."""
+        if self._used_elsewhere():
+            raise ChannelError(f"group {self.name!r} is used by two threads at once: {rule}")
+
+    def _used_elsewhere(self) -> bool:
+        """Whether another thread uses the group; if none does, the calling thread does from now on."""
+        me = threading.get_ident()
+        return self._user.setdefault("thread", me) != me
 
     def compare_descriptor(self, peer: int) -> None:
         """Raises CollectiveMismatchError, here and on all ranks, if the peer is in another call than this rank.
@@ -179,6 +198,14 @@ class Channel:
         if self._record.present:
             raise self.failure_error()
 
+    def compare_calls(self) -> None:
+        """Finds what the watcher has not come to yet: a peer in another call, whose data a device may have read."""
+        with self._resetting_lock:
+            if not (self._destroyed or self._resetting or self._record.present) and os.getpid() == self._pid:
+                difference = self._next_difference()
+                if difference:
+                    self.fail(FailureKind.MISMATCH, *difference)
+
     def begin_run(self) -> None:
         """All ranks begin the same runs between two resets."""
         self._run += 1
@@ -186,6 +213,7 @@ class Channel:
     def end_run(self) -> None:
         """Raises the group's failure, unless its reporter met it in a later run than this rank's: it is the next
         one's then."""
+        self.compare_calls()
         failure = self._record.read()
         if failure is not None and failure.run <= self._run:
             raise self.failure_error()
@@ -216,7 +244,7 @@ class Channel:
     @property
     def generation(self) -> int:
         """How many resets the channel has had."""
-        return self._generation
+        return self._resets.count
 
     def reset(self) -> None:
         """Makes the group work again after an abort, a timeout or a mismatch. Collective: every rank calls it.
@@ -227,50 +255,47 @@ class Channel:
         failure = self._record.read()
         if failure is not None and not failure.resettable:
             raise self.failure_error()
-        if not self._busy.acquire(blocking=False):
-            raise ChannelError(f"group {self.name!r} cannot be reset while another thread uses it")
-        key = f"reset/{self._generation}"
+        self._occupy("no thread may use it during a reset")
         try:
-            for region in self.regions:
-                region.drain()
-            # From the first barrier on nobody may act on the old failure: each rank stops before it comes there.
+            for device in self.devices:
+                device.drain()
+            # From here on nobody may act on the old failure: each rank stops before it says that it has drained.
             with self._resetting_lock:
                 self._resetting = True
-            self._exchange.barrier(f"{key}/drained", self._check_peers_alive)
-            if self.rank == 0:
-                self._record.clear()
-            for region in self.regions:
-                region.restore()
-            self._restore_page()
-            self._exchange.barrier(f"{key}/restored", self._check_peers_alive)
-            self._generation += 1
+            self._resets.join(self._restore, self._check_peers_alive)
             self._run = 0
-            self._delivered = False
-            self._failed_since_s = 0.0
+            self._delivered = self._inside_call = False
         except BaseException as e:
             # Some ranks may be restored and others not: no call may begin before a reset has succeeded.
-            self.fail(FailureKind.TIMEOUT, self.rank, f"a reset failed ({e})")
-            for barrier in ("drained", "restored"):
-                self._exchange.forget(f"{key}/{barrier}")
+            self.fail(FailureKind.TIMEOUT, self.rank, f"a reset failed ({type(e).__name__}: {e})")
             raise
         finally:
             self._resetting = False
-            self._busy.release()
+            self._user.pop("thread", None)
 
     def destroy(self) -> None:
-        """Leaves the group. Peers that still wait for this rank get PeerLostError."""
+        """Leaves the group. Peers that still wait for this rank get PeerLostError.
+
+        What fails, such as a device after an error of its own, does not keep the rest from being freed; it is raised.
+        """
         if self._destroyed:
             return
         with self._resetting_lock:
             self._destroyed = True
         if os.getpid() != self._pid:
             return
-        if not self._busy.acquire(blocking=False):
-            # Another thread is inside a call, which must end before its memory goes.
+        if self._used_elsewhere():
+            # The other thread's call must end before its memory goes.
             self.fail(FailureKind.ABORTED, self.rank, f"rank {self.rank} destroyed the group during its call")
-            self._busy.acquire(timeout=_DESTROY_PATIENCE_S)
-        for region in self.regions:
-            region.close()
+            give_up_s = time.monotonic() + _DESTROY_PATIENCE_S
+            while self._used_elsewhere() and time.monotonic() < give_up_s:
+                time.sleep(0.001)
+        with ExitStack() as stack:
+            stack.callback(self._leave)
+            for device in self.devices:
+                stack.callback(device.close)
+
+    def _leave(self) -> None:
         self.segment.words[self.layout.left(self.rank) // 4] = 1
         self._watcher.stop()
         _open_channels.discard(self)
@@ -288,6 +313,8 @@ class Channel:
                 self._look_for_failure()
         if self._record.present:
             self._release_for(TICK_S)
+        else:
+            self._failed_since_s = 0.0
 
     def on_watcher_error(self, error: BaseException) -> None:
         self.fail(FailureKind.ABORTED, self.rank, f"the watcher of rank {self.rank} failed: {error!r}")
@@ -295,7 +322,7 @@ class Channel:
     def _look_for_failure(self) -> None:
         difference = self._next_difference()
         if difference:
-            self.fail(FailureKind.MISMATCH, difference[0], difference[1])
+            self.fail(FailureKind.MISMATCH, *difference)
             return
         quads, layout = self.segment.quads, self.layout
         started_ns = quads[layout.started_ns(self.rank) // 8]
@@ -305,14 +332,14 @@ class Channel:
         if not waited_s:
             return
         call = quads[layout.call(self.rank) // 8]
-        behind = [q for q in self._peers() if quads[layout.finished_call(q) // 8] < call]
-        # A peer that has finished this call has published all of it; whether it is still there does not matter.
-        for q in behind if host_s else self._peers():
-            if self._has_left(q) and (host_s or device_s > _LEFT_PATIENCE_S):
+        absent = [q for q in self._peers() if quads[layout.call(q) // 8] < call]
+        # A peer that came to this call has published all of it before it left; a replay has no number.
+        for q in self._peers() if device_s > _LEFT_PATIENCE_S else absent:
+            if self._has_left(q):
                 self.fail(FailureKind.LOST, q, f"rank {q} has left (it destroyed the group or exited)")
                 return
         if waited_s > self.timeout_s:
-            absent = [q for q in self._peers() if quads[layout.call(q) // 8] < call]
+            behind = [q for q in self._peers() if quads[layout.finished_call(q) // 8] < call]
             late = absent or behind or self._peers()
             what = "did not come" if absent else "did not get on"
             self.fail(FailureKind.TIMEOUT, late[0], f"ranks {late} {what} within {self.timeout_s:g} s")
@@ -392,7 +419,10 @@ class Channel:
             self._compared[q] = last
         return None
 
-    def _restore_page(self) -> None:
+    def _restore(self) -> None:
+        """Sets the regions and this rank's page to their start."""
+        for region in self.regions:
+            region.restore()
         quads, layout = self.segment.quads, self.layout
         self._call = 0
         self._compared = [0] * layout.world_size
@@ -400,6 +430,27 @@ class Channel:
             quads[at] = 0
         for call in range(NUM_DESCRIPTORS):
             quads[layout.descriptor(self.rank, call) // 8] = 0
+
+
+class CallContext:
+    """See :meth:`Channel.call`."""
+
+    __slots__ = ("_channel", "_on_device", "_operation")
+
+    def __init__(self, channel: Channel, operation: str, on_device: bool) -> None:
+        self._channel = channel
+        self._operation = operation
+        self._on_device = on_device
+
+    def __enter__(self) -> None:
+        self._channel.begin(self._operation)
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        try:
+            if error is not None:
+                self._channel.interrupted(error)
+        finally:
+            self._channel.finish(error is None, error is None and not self._on_device)
 
 
 def _require_one_host(hosts: list[HostIdentity]) -> None:

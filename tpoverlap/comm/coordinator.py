@@ -83,7 +83,8 @@ class GroupCoordinator(Messages):
         self._destroyed = False
         self._served: Counter[str] = Counter()
         self._channel: Channel | None = None
-        self._absent: dict[str, Reason] = {CpuProvider.name: Reason.WORLD_SIZE_1} if self.world_size == 1 else {}
+        self._absent: dict[str, Reason] = {}
+        self._chain = (*(GPU_PROVIDERS if self.device.type == "cuda" else ()), CpuProvider.name, TorchProvider.name)
         self._providers: list[Provider] = []
         if self.world_size > 1:
             try:
@@ -261,11 +262,11 @@ class GroupCoordinator(Messages):
     def rejection_reasons(self, x: torch.Tensor, operation: str = "all_reduce") -> dict[str, Reason | None]:
         """For each provider, in the order of the chain, why it would not serve ``x``; None where it would."""
         call = call_of(operation, x)
-        reasons: dict[str, Reason | None] = dict(self._absent)
-        reasons |= {p.name: p.rejection_reason(call) for p in self._providers}
+        asked = {p.name: p.rejection_reason(call) for p in self._providers}
+        reasons: dict[str, Reason | None] = {**self._absent, **asked}
         if self.world_size == 1:
-            reasons = dict.fromkeys(reasons, Reason.WORLD_SIZE_1)
-        return reasons
+            reasons = dict.fromkeys(self._chain, Reason.WORLD_SIZE_1)
+        return {name: reasons[name] for name in self._chain if name in reasons}
 
     @property
     def served(self) -> dict[str, int]:
@@ -288,8 +289,12 @@ class GroupCoordinator(Messages):
         return self._channel is not None and self._channel.failure_delivered
 
     def check(self) -> None:
-        """Raises the group's failure, if it has one."""
+        """Raises the group's failure, if it has one.
+
+        Where it does not, after a synchronization with the device, the calls until then are sound on this rank.
+        """
         if self._channel is not None:
+            self._channel.compare_calls()
             self._channel.check()
 
     def begin_run(self) -> None:
@@ -318,7 +323,11 @@ class GroupCoordinator(Messages):
         """
         if self._channel is not None:
             self._channel.reset()
-            self._renew_cpu_group()
+            try:
+                self._renew_cpu_group(f"{self._store_prefix}/reset/{self.generation}")
+            except BaseException as e:
+                self._channel.abort(f"after a reset its torch group could not be made anew: {e!r}", raised=True)
+                raise
 
     def destroy(self) -> None:
         """Leaves the group and frees what it holds, ``cpu_group`` and ``device_group`` too; once is enough."""
@@ -327,13 +336,15 @@ class GroupCoordinator(Messages):
         self._destroyed = True
         sound = not self.failed
         self._torch.close()
-        if self._channel is not None:
-            self._channel.destroy()
+        try:
+            if self._channel is not None:
+                self._channel.destroy()
+        finally:
             self._channel = None
-        self._give_back_groups(sound)
-        del self.cpu_group, self.device_group
-        self._providers.clear()
-        self._choices.clear()
+            self._give_back_groups(sound)
+            del self.cpu_group, self.device_group
+            self._providers.clear()
+            self._choices.clear()
 
     # Parts
 
@@ -353,11 +364,10 @@ class GroupCoordinator(Messages):
                     f"process_group joins ranks {dist.get_process_group_ranks(given)}, the coordinator {self.ranks}"
                 )
             return given, given
-        cpu_group = self._new_group("gloo")
-        return cpu_group, self._new_group("nccl") if self.device.type == "cuda" else cpu_group
-
-    def _new_group(self, backend: str) -> dist.ProcessGroup:
-        return pool.take(backend, self.ranks, self.config.timeout_s)
+        cpu_group = pool.take("gloo", self.ranks, self.config.timeout_s)
+        if self.device.type != "cuda":
+            return cpu_group, cpu_group
+        return cpu_group, pool.take("nccl", self.ranks, self.config.timeout_s)
 
     def _give_back_groups(self, sound: bool) -> None:
         for group in {id(g): g for g in (self.cpu_group, self.device_group)}.values():
@@ -370,13 +380,14 @@ class GroupCoordinator(Messages):
     def _open_channel(self, emulate_link_gbps: float | None) -> None:
         """Adds the providers that stand on a shared segment; those that cannot be are noted with their reason."""
         config, cuda = self.config, self.device.type == "cuda"
-        names = [*(GPU_PROVIDERS if cuda else ()), CpuProvider.name]
+        names = self._chain[:-1]
         largest = max(config.copy_engine_max_bytes, config.max_bytes)
         if largest == 0:
             self._absent = dict.fromkeys(names, Reason.DISABLED)
             return
         key = self.cpu_group.group_name
-        store = dist.PrefixStore(f"tpoverlap/{_instances[key]}", self.cpu_group.get_group_store())
+        self._store_prefix = f"{key}/tpoverlap/{_instances[key]}"
+        store = dist.PrefixStore(self._store_prefix, self.cpu_group.get_group_store())
         _instances[key] += 1
         exchange = StoreExchange(store, self.rank_in_group, self.world_size, config.timeout_s)
         cpu_slot = page_aligned(min(largest, _CPU_SLOT_BYTES))
@@ -403,10 +414,10 @@ class GroupCoordinator(Messages):
         self._served[provider.name] += 1
         return provider
 
-    def _renew_cpu_group(self) -> None:
+    def _renew_cpu_group(self, name: str) -> None:
         """A host backend's group is of no use once a collective in it was left half done."""
         pool.give_back(self.cpu_group, sound=False)
-        renewed = self._new_group("gloo")
+        renewed = pool.take("gloo", self.ranks, self.config.timeout_s, name)
         if self.device_group is self.cpu_group and self.device.type == "cpu":
             self.device_group = renewed
         self.cpu_group = renewed

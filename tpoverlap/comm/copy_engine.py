@@ -99,10 +99,7 @@ class CopyEngineProvider:
         source = x if x.is_contiguous() else x.contiguous()
         target = out if out.is_contiguous() else torch.empty_like(source)
         plan = self._plan(x.dtype, x.numel())
-        channel = self._segment.channel
-        self._segment.require_current()
-        channel.begin(plan.description)
-        try:
+        with self._segment.call(plan.description):
             if not source.numel():
                 pass  # nothing to publish, and a peer that waits for nothing cannot be missed
             elif self._world_size == 2:
@@ -111,19 +108,13 @@ class CopyEngineProvider:
                 flat, flat_target = source.view(-1), target.view(-1)
                 for chunk in plan.chunks:
                     self._two_shots(flat[chunk.elements], flat_target[chunk.elements])
-        except BaseException as e:
-            channel.interrupted(e)
-            raise
-        finally:
-            channel.finish(completed=False)
         if target is not out:
             out.copy_(target)
 
     def all_gather(self, x: torch.Tensor, out: torch.Tensor) -> None:
         source, row_bytes = x.contiguous(), x.numel() * x.element_size()
         out[self._rank].copy_(source)
-
-        def transfer() -> None:
+        with self._segment.call(describe("all_gather", x, self.name)):
             for begin, size in self._chunks(row_bytes, 1):
                 pieces = self._pieces(size)
                 at = source.data_ptr() + begin
@@ -138,13 +129,10 @@ class CopyEngineProvider:
                 steps = one_shot(self._rank, self._world_size, len(pieces))
                 self._operate(steps, {Kind.UPLOAD: upload, Kind.COLLECT: collect})
 
-        self._call(describe("all_gather", x, self.name), transfer)
-
     def reduce_scatter(self, shards: torch.Tensor, out: torch.Tensor) -> None:
         source, target = shards.view(self._world_size, -1), out.view(-1)
         n, item = self._world_size, shards.element_size()
-
-        def transfer() -> None:
+        with self._segment.call(describe("reduce_scatter", shards, self.name)):
             for begin, size in self._chunks(target.numel() * item, n):
                 columns = slice(begin // item, (begin + size) // item)
                 own = source[self._rank, columns]
@@ -173,24 +161,10 @@ class CopyEngineProvider:
                 self._operate(steps, {Kind.UPLOAD: upload, Kind.REDUCE: reduce})
                 sum_in_rank_order(self._in_rank_order(own, received), target[columns])
 
-        self._call(describe("reduce_scatter", shards, self.name), transfer)
-
     def broadcast(self, x: torch.Tensor, src: int) -> None:
         raise AssertionError("rejected")
 
     # Parts
-
-    def _call(self, description: str, transfer: Callable[[], None]) -> None:
-        channel = self._segment.channel
-        self._segment.require_current()
-        channel.begin(description)
-        try:
-            transfer()
-        except BaseException as e:
-            channel.interrupted(e)
-            raise
-        finally:
-            channel.finish(completed=False)
 
     def _plan(self, dtype: torch.dtype, num_elements: int) -> _Plan:
         """What an all-reduce of that size does; kept, since making it costs as much host time as its copies."""

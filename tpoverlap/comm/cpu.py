@@ -101,20 +101,13 @@ class CpuProvider:
         self, plan: _Plan, source: torch.Tensor, target: torch.Tensor, then: Callable[[], object] | None = None
     ) -> None:
         description, operations = plan
-        channel, completed, first = self._channel, False, True
-        channel.begin(description)
-        try:
+        first = True
+        with self._channel.call(description):
             for operation in operations:
                 self._execute(operation, source, target, first)
                 first = False
             if then is not None:
                 then()
-            completed = True
-        except BaseException as e:
-            channel.interrupted(e)
-            raise
-        finally:
-            channel.finish(completed)
 
     def _execute(self, operation: Operation, source: torch.Tensor, target: torch.Tensor, first: bool) -> None:
         """Executes the steps in their order. first: of its call, when the peers' descriptors are compared."""

@@ -71,9 +71,6 @@ class CopyRegion:
     def waiting_s(self) -> float:
         return self._clock.waiting_s()
 
-    def drain(self) -> None:
-        self._segment.drain()
-
     def restore(self) -> None:
         self._number = self._base = self._first_number
         self._ledger = deque([(self._number, self._base)])
@@ -81,9 +78,6 @@ class CopyRegion:
         self._words[self._published[rank]] = self._base
         self._words[self._consumed[rank]] = self._number
         self._clock.restart()
-
-    def close(self) -> None:
-        self._segment.close()
 
     def _signature(self) -> tuple[int, ...] | None:
         rank, ledger = self._segment.rank, self._ledger

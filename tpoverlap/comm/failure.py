@@ -6,6 +6,8 @@ import fcntl
 import json
 import threading
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 
@@ -78,17 +80,11 @@ class FailureRecord:
         if len(text) > FAILURE_TEXT_BYTES:
             text = json.dumps(asdict(failure) | {"detail": failure.detail[:500]}).encode()
         segment = self._segment
-        # Record locks keep processes apart, not the threads of one.
-        with self._threads:
-            locked = self._lock()
-            try:
-                if not self.present:
-                    segment.bytes[FAILURE_TEXT : FAILURE_TEXT + len(text)] = text
-                    segment.words[FAILURE_LENGTH // 4] = len(text)
-                    segment.words[FAILURE_STATE // 4] = 1
-            finally:
-                if locked:
-                    fcntl.lockf(segment.fd, fcntl.LOCK_UN)
+        with self._locked():
+            if not self.present:
+                segment.bytes[FAILURE_TEXT : FAILURE_TEXT + len(text)] = text
+                segment.words[FAILURE_LENGTH // 4] = len(text)
+                segment.words[FAILURE_STATE // 4] = 1
 
     def read(self) -> Failure | None:
         if not self.present:
@@ -97,8 +93,25 @@ class FailureRecord:
         fields = json.loads(bytes(self._segment.bytes[FAILURE_TEXT : FAILURE_TEXT + length]))
         return Failure(**fields | {"kind": FailureKind(fields["kind"])})
 
-    def clear(self) -> None:
-        self._segment.words[FAILURE_STATE // 4] = 0
+    def clear(self, condition: Callable[[], bool] = lambda: True) -> bool:
+        """Forgets the failure if ``condition`` holds under the record's lock; returns whether it has."""
+        with self._locked() as locked:
+            if not locked or not condition():
+                return False
+            self._segment.words[FAILURE_STATE // 4] = 0
+            return True
+
+    @contextmanager
+    def _locked(self) -> Iterator[bool]:
+        """Yields whether the lock could be had."""
+        # Record locks keep processes apart, not the threads of one.
+        with self._threads:
+            locked = self._lock()
+            try:
+                yield locked
+            finally:
+                if locked:
+                    fcntl.lockf(self._segment.fd, fcntl.LOCK_UN)
 
     def _lock(self) -> bool:
         give_up = time.monotonic() + self._LOCK_PATIENCE_S

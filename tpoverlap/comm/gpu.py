@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import os
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 
-from tpoverlap.comm.channel import Channel
+from tpoverlap.comm.channel import CallContext, Channel
 from tpoverlap.comm.layout import Layout
 from tpoverlap.comm.provider import Reason
 from tpoverlap.comm.rendezvous import StoreExchange
 from tpoverlap.config import HostReduceConfig
-from tpoverlap.cuda.driver import CudaDriverError, call, import_bindings
+from tpoverlap.cuda.driver import call, import_bindings
 from tpoverlap.cuda.pinned import PinnedMapping
 from tpoverlap.cuda.stream_memory_ops import stream_memory_ops_work
 from tpoverlap.cuda.streams import new_event, new_stream, stream_calls
-from tpoverlap.errors import ChannelError, TpOverlapError, UnsupportedError
+from tpoverlap.errors import ChannelError, UnsupportedError
 
 
 class GpuSegment:
@@ -31,26 +32,36 @@ class GpuSegment:
         self.rank = channel.rank
         self.world_size = channel.layout.world_size
         self.device = device
-        with torch.cuda.device(device):
+        with torch.cuda.device(device), ExitStack() as held:
             torch.cuda.current_stream().synchronize()  # makes the primary context current in this thread
-            self._mapping: PinnedMapping | None = PinnedMapping(channel.segment.address, channel.segment.size)
+            mapping = PinnedMapping(channel.segment.address, channel.segment.size)
+            held.callback(mapping.close)
             self.calls = stream_calls()
             self.up = new_stream()
+            held.callback(call, "cuStreamDestroy", self.up)
             self.event = new_event()
+            held.callback(call, "cuEventDestroy", self.event)
             self._last_event = new_event()
-        self.host_address = channel.segment.address
-        self.device_address = self._mapping.device_address
+            held.callback(call, "cuEventDestroy", self._last_event)
+            held.callback(self.drain)
+            self._held = held.pop_all()
+        self.host_address = mapping.address
+        self.device_address = mapping.device_address
         self._ordinal = torch.cuda._get_device_index(device, optional=True)
         self._last: Any = None
 
-    def require_current(self) -> None:
-        """UnsupportedError unless the group's device is the calling thread's: its streams are those of one context."""
+    def call(self, operation: str) -> CallContext:
+        """A call of the channel (:meth:`Channel.call`) that queues its operation on this device.
+
+        Raises UnsupportedError unless the device is the calling thread's current one: streams are of one context.
+        """
         current = torch.cuda.current_device()
         if current != self._ordinal:
             raise UnsupportedError(
                 f"the current device is cuda:{current}, this group's is cuda:{self._ordinal}: call "
                 f"torch.cuda.set_device({self._ordinal}), or use torch.cuda.device around the call"
             )
+        return self.channel.call(operation, on_device=True)
 
     def begin(self) -> Any:
         """The driver's handle of the current stream, ordered behind the group's last eager call.
@@ -69,14 +80,8 @@ class GpuSegment:
         torch.cuda.synchronize(self.device)
 
     def close(self) -> None:
-        """Waits for the device and unpins. The segment itself is the channel's."""
-        if self._mapping is not None:
-            self.drain()
-            self._mapping.close()
-            self._mapping = None
-            call("cuStreamDestroy", self.up)
-            call("cuEventDestroy", self.event)
-            call("cuEventDestroy", self._last_event)
+        """Waits for the device and unpins, all of it even where a part fails. The segment itself is the channel's."""
+        self._held.close()
 
 
 def missing_parts(device: torch.device) -> dict[str, Reason]:
@@ -123,12 +128,12 @@ def peer_access(exchange: StoreExchange, device: torch.device, config: HostReduc
 
 
 def open_on_device(channel: Channel, exchange: StoreExchange, device: torch.device) -> GpuSegment:
-    """Pins the segment on every rank, or on none: ChannelError on all of them then."""
+    """Pins the segment on every rank, for the channel to close, or on none: ChannelError on all of them then."""
     segment: GpuSegment | None = None
     problem = ""
     try:
         segment = GpuSegment(channel, device)
-    except (TpOverlapError, CudaDriverError) as e:
+    except RuntimeError as e:  # torch's own errors, too: the other ranks wait for this one's word
         problem = str(e)
     problems = [f"rank {q}: {why}" for q, why in enumerate(exchange.all_gather("pinned", problem)) if why]
     if problems:
@@ -136,4 +141,5 @@ def open_on_device(channel: Channel, exchange: StoreExchange, device: torch.devi
             segment.close()
         raise ChannelError("; ".join(problems))
     assert segment is not None
+    channel.devices.append(segment)
     return segment

@@ -12,10 +12,13 @@ from tpoverlap.comm.layout import MAX_PIECES, MAX_WORLD_SIZE, PAGE, Layout, page
 from tpoverlap.comm.provider import Provider, Reason
 from tpoverlap.comm.rendezvous import StoreExchange
 from tpoverlap.config import HostReduceConfig
-from tpoverlap.errors import ChannelError, TpOverlapError
+from tpoverlap.errors import ChannelError
 
 if TYPE_CHECKING:
+    from tpoverlap.comm.captured import CapturedCopyEngineProvider
+    from tpoverlap.comm.copy_engine import CopyEngineProvider
     from tpoverlap.comm.gpu import GpuSegment
+    from tpoverlap.comm.kernel_mode import KernelProvider
 
 logger = logging.getLogger("tpoverlap")
 
@@ -49,6 +52,9 @@ def open_gpu_providers(
     if config.copy_engine_max_bytes == 0:
         missing |= dict.fromkeys(GPU_PROVIDERS[1:], Reason.DISABLED)
     absent = agree(exchange, missing)
+    for name, reason in absent.items():
+        if reason is not Reason.DISABLED:
+            logger.warning("group %s: no %s mode: %s", channel.name, name, reason)
     reachable = peer_access(exchange, device, config)
     if set(absent) == set(GPU_PROVIDERS):
         return [], absent
@@ -57,36 +63,39 @@ def open_gpu_providers(
     except ChannelError as e:
         logger.warning("group %s: no GPU transport through host memory: %s", channel.name, e)
         return [], dict.fromkeys(GPU_PROVIDERS, Reason(e.reason))
+    logger.info(
+        "group %s: rank %d has pinned the group's %.1f MiB", channel.name, channel.rank, channel.segment.size / 2**20
+    )
     providers: list[Provider] = []
     for name in GPU_PROVIDERS:
         if name not in absent:
             provider = _open(name, segment, config, reachable)
-            opened = exchange.all_gather(f"opened {name}", "" if isinstance(provider, Provider) else str(provider))
+            opened = exchange.all_gather(f"opened {name}", str(provider) if isinstance(provider, RuntimeError) else "")
             if any(opened):
                 logger.warning("group %s: no %s mode: %s", channel.name, name, "; ".join(filter(None, opened)))
                 absent[name] = Reason.CHANNEL_FAILED
             else:
-                assert isinstance(provider, Provider)
+                assert not isinstance(provider, RuntimeError)
                 providers.append(provider)
+                channel.regions.append(provider.region)
     # Every rank's words must be at their start before any rank's device writes one.
     exchange.barrier("regions")
     return providers, absent
 
 
-def _open(name: str, segment: GpuSegment, config: HostReduceConfig, reachable: bool) -> Provider | TpOverlapError:
+def _open(
+    name: str, segment: GpuSegment, config: HostReduceConfig, reachable: bool
+) -> KernelProvider | CopyEngineProvider | CapturedCopyEngineProvider | RuntimeError:
+    """The provider, or the error of ours or of torch that stands in its way, for all ranks to hear of."""
     from tpoverlap.comm.captured import CapturedCopyEngineProvider
     from tpoverlap.comm.copy_engine import CopyEngineProvider
     from tpoverlap.comm.kernel_mode import KernelProvider
 
     try:
-        provider: KernelProvider | CopyEngineProvider | CapturedCopyEngineProvider
         if name == "kernel":
-            provider = KernelProvider(segment, config.max_bytes)
-        elif name == "copy_engine":
-            provider = CopyEngineProvider(segment, reachable, config.copy_engine_pieces)
-        else:
-            provider = CapturedCopyEngineProvider(segment, reachable)
-    except TpOverlapError as e:
+            return KernelProvider(segment, config.max_bytes)
+        if name == "copy_engine":
+            return CopyEngineProvider(segment, reachable, config.copy_engine_pieces)
+        return CapturedCopyEngineProvider(segment, reachable)
+    except RuntimeError as e:
         return e
-    segment.channel.regions.append(provider.region)
-    return provider

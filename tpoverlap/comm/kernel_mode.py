@@ -78,10 +78,7 @@ class KernelProvider:
         return None
 
     def all_reduce(self, x: torch.Tensor, out: torch.Tensor) -> None:
-        channel = self._segment.channel
-        self._segment.require_current()
-        channel.begin(describe("all_reduce", x, self.name))
-        try:
+        with self._segment.call(describe("all_reduce", x, self.name)):
             self._segment.begin()
             source = x.contiguous()
             target = out if out.is_contiguous() else torch.empty_like(source)
@@ -91,11 +88,6 @@ class KernelProvider:
             self._kernels[x.dtype].launch((NUM_BLOCKS, 1, 1), arguments)
             if target is not out:
                 out.copy_(target)
-        except BaseException as e:
-            channel.interrupted(e)
-            raise
-        finally:
-            channel.finish(completed=False)
 
     def all_gather(self, x: torch.Tensor, out: torch.Tensor) -> None:
         raise AssertionError("rejected")
@@ -152,9 +144,6 @@ class KernelRegion:
     def waiting_s(self) -> float:
         return self._clock.waiting_s()
 
-    def drain(self) -> None:
-        self._segment.drain()
-
     def restore(self) -> None:
         number = self._first_number
         signed = number - (1 << 32) if number >= 1 << 31 else number
@@ -165,9 +154,6 @@ class KernelRegion:
         # No line may hold the number of an operation that is to come.
         self._words[self._lines] = memoryview(array("I", [number]) * (self._lines.stop - self._lines.start))
         self._clock.restart()
-
-    def close(self) -> None:
-        self._segment.close()
 
     def _signature(self) -> tuple[int, ...] | None:
         consumed = self._words[self._consumed]

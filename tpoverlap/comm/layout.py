@@ -12,12 +12,13 @@ import struct
 from dataclasses import dataclass
 
 MAGIC = b"TPOVRLP1"
-VERSION = 3
+VERSION = 4
 PAGE = 4096
 LINE = 64
 
 # Header: magic, version, world size, segment size, slot bytes of the four modes, nonce.
 HEADER = struct.Struct("<8sIIQQQQQ16s")
+RESETS = 512  # 64 bits: how many resets the group has had
 FAILURE_STATE = 1024  # 0: no failure; 1: the record below is complete
 FAILURE_LENGTH = 1028
 FAILURE_TEXT = 1032
@@ -26,6 +27,7 @@ FAILURE_TEXT_BYTES = 3000
 # A rank's area: offsets of its parts.
 _LEFT = 0
 _STARTED_NS, _CALL, _FINISHED_CALL = LINE, LINE + 8, LINE + 16
+_RESET_ATTEMPT, _RESTORED_FOR = 2 * LINE, 3 * LINE
 _WORDS = 1024
 _KERNEL_FLAGS = PAGE
 _MAILBOX = 2 * PAGE
@@ -90,6 +92,14 @@ class Layout:
     def finished_call(self, rank: int) -> int:
         """64-bit number of the rank's last finished call."""
         return self._rank(rank) + _FINISHED_CALL
+
+    def reset_attempt(self, rank: int) -> int:
+        """64-bit number of the attempt at a reset for which the rank has drained; 0: it has given up."""
+        return self._rank(rank) + _RESET_ATTEMPT
+
+    def restored_for(self, rank: int) -> int:
+        """The attempts of all ranks, 64 bits each, for which the rank has restored its words."""
+        return self._rank(rank) + _RESTORED_FOR
 
     def descriptor(self, rank: int, call: int) -> int:
         return self._rank(rank) + _DESCRIPTORS + call % NUM_DESCRIPTORS * LINE

@@ -51,13 +51,14 @@ class GroupPool:
         self._spoilt: list[tuple[float, dist.ProcessGroup]] = []
         self._lives: WeakKeyDictionary[dist.ProcessGroup, _Life] = WeakKeyDictionary()
 
-    def take(self, backend: str, ranks: Sequence[int], timeout_s: float) -> dist.ProcessGroup:
+    def take(self, backend: str, ranks: Sequence[int], timeout_s: float, name: str | None = None) -> dist.ProcessGroup:
         """A group that all ``ranks`` have free, or a new one. Collective over ``ranks``.
 
-        Raises CollectiveTimeoutError naming the members that do not come within ``timeout_s``.
+        name: of this request, the same on all ranks and never given again; None numbers them, which needs that no
+        member gives up on one. Raises CollectiveTimeoutError naming the members that do not come within ``timeout_s``.
         """
         key = (backend, tuple(ranks), timeout_s)
-        name = self._next_name(key)
+        name = name or self._next_name(key)
         self._end_spoilt()
         life = self._life()
         free = {group.group_name: group for known in life.free[key] if (group := known()) is not None}

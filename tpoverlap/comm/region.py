@@ -22,16 +22,20 @@ class Region(Protocol):
         """How long operations that the host has left to a device have waited for peers since they published."""
         ...
 
-    def drain(self) -> None:
-        """In a reset, while the watcher still releases: returns once no operation of this rank is under way."""
-        ...
-
     def restore(self) -> None:
         """In a reset, once all ranks have drained: sets counters and this rank's own words to their start."""
         ...
 
+
+class Device(Protocol):
+    """Runs operations that the host has only queued, in one region or several."""
+
+    def drain(self) -> None:
+        """In a reset, while the watcher still releases: returns once no operation of this rank is under way."""
+        ...
+
     def close(self) -> None:
-        """When this rank leaves, while the watcher still releases: waits for its operations and frees what it holds."""
+        """When this rank leaves, while the watcher still releases: drains it and frees what the group holds of it."""
         ...
 
 
@@ -93,12 +97,6 @@ class CpuRegion:
 
     def waiting_s(self) -> float:
         return 0.0  # the host waits itself, and its calls say since when
-
-    def drain(self) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
 
     def _wait(self, index: int, target: int) -> None:
         while not self._words.wait(index, target, _WAIT_SLICE_S):

@@ -1,0 +1,157 @@
+"""Calls of the driver that fail, at any place: every rank raises, nothing hangs, and nothing is left behind."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from rank_harness import run_ranks
+from simulated_gpu import SimulatedGpu
+from test_simulated_copy_engine import expected_sum, inputs
+
+from tpoverlap.comm import GroupCoordinator
+from tpoverlap.comm.captured import CapturedCopyEngineProvider
+from tpoverlap.cuda.driver import CudaDriverError
+from tpoverlap.errors import CollectiveAbortedError, TpOverlapError
+
+SLOT = 64 << 10
+_NO_ERRORS = ("cuGetErrorName", "cuGetErrorString")
+
+
+def _at_call(number: int) -> Callable[[str], bool]:
+    """The ``number``-th call from now on fails, those that name errors not counted."""
+    calls = itertools.count()
+    return lambda name: name not in _NO_ERRORS and next(calls) == number
+
+
+def _works(gpu: SimulatedGpu, group: GroupCoordinator, seed: int) -> None:
+    n, rank = dist.get_world_size(), group.rank_in_group
+    parts = inputs(seed, n, (7001,), torch.float32)
+    with gpu.computing():
+        result = group.all_reduce(parts[rank] * 1.0)
+        rows = group.all_gather(parts[rank] * 1.0, 0)
+    torch.cuda.synchronize()
+    group.check()
+    assert torch.equal(result, expected_sum(parts))
+    assert torch.equal(rows, torch.cat(parts))
+
+
+def _collectives_until_one_fails(gpu: SimulatedGpu, group: GroupCoordinator, rng: random.Random) -> None:
+    captured = next(p for p in group._providers if isinstance(p, CapturedCopyEngineProvider))
+    with gpu.computing():
+        for _ in range(6):
+            x = torch.ones(group.world_size * rng.choice([1, 3000, 20_000]))
+            kind = rng.randrange(4)
+            if kind == 0:
+                group.all_reduce(x, out=x)
+            elif kind == 1:
+                group.all_gather(x, 0)
+            elif kind == 2:
+                group.reduce_scatter(x, 0)
+            else:
+                captured.all_reduce(x, torch.empty_like(x))
+
+    while True:
+        time.sleep(0.005)
+        group.check()
+
+
+_ON_PEERS: tuple[type[TpOverlapError], str] = (CollectiveAbortedError, "CudaDriverError during")
+
+
+def _random_errors(rank: int, cases: int) -> None:
+    """Each case: a call of the driver fails on one rank, anywhere in a queue of collectives."""
+    n = dist.get_world_size()
+    gpu = SimulatedGpu(rank)
+    group = gpu.group(copy_engine_max_bytes=SLOT)
+    for case in range(cases):
+        rng = random.Random(case)
+        victim, number = rng.randrange(n), rng.randrange(50)
+        if rank == victim:
+            gpu.fails = _at_call(number)
+        expected, words = (CudaDriverError, "CUDA_ERROR_UNKNOWN") if rank == victim else _ON_PEERS
+        started = time.monotonic()
+        with pytest.raises(expected, match=words):
+            _collectives_until_one_fails(gpu, group, rng)
+        assert time.monotonic() - started < 5
+        gpu.fails = lambda name: False
+        torch.cuda.synchronize()  # nothing waits any more
+        group.reset()
+        _works(gpu, group, case)
+        dist.barrier()
+    group.destroy()
+
+
+@pytest.mark.parametrize(("n", "cases"), [(2, 25), (3, 12)])
+def test_a_failing_call_raises_on_every_rank_and_reset_mends_it(n: int, cases: int) -> None:
+    run_ranks(_random_errors, n, cases, timeout_s=100)
+
+
+def _threads() -> list[str]:
+    return [t.name for t in threading.enumerate() if "tpoverlap" in t.name]
+
+
+def _errors_in_open(rank: int, numbers: range) -> list[dict[str, int]]:
+    """For each number the group is made while rank 1's call of that number fails."""
+    served = []
+    gpu = SimulatedGpu(rank, pause_s=0)
+    gpu.group().destroy()  # stream memory operations are tried out once
+    for number in numbers:
+        if rank == 1:
+            gpu.fails = _at_call(number)
+        group = gpu.group(copy_engine_max_bytes=SLOT)
+        gpu.fails = lambda name: False
+        if group.rejection_reasons(torch.ones(1))["copy_engine"] is None:
+            _works(gpu, group, number)
+        served.append(group.served)
+        group.destroy()
+        assert not gpu._pinned
+        assert len(gpu._streams) == 1, gpu._streams
+        assert not gpu._marks
+        assert not _threads()
+    return served
+
+
+def test_a_call_that_fails_while_a_group_is_made_leaves_nothing_and_all_ranks_choose_alike() -> None:
+    first, second = run_ranks(_errors_in_open, 2, range(14), timeout_s=100)
+    assert first == second
+    assert {} in first
+    assert any(first)
+
+
+def _errors_in_destroy(rank: int) -> None:
+    gpu = SimulatedGpu(rank, pause_s=0)
+    for name in ("cuStreamDestroy", "cuEventDestroy", "cuMemHostUnregister"):
+        group = gpu.group(copy_engine_max_bytes=SLOT)
+        _works(gpu, group, 1)
+        gpu.fails = lambda called, name=name: called == name
+        with pytest.raises(TpOverlapError, match=name):
+            group.destroy()
+        gpu.fails = lambda called: False
+        group.destroy()
+        assert not _threads()
+        assert len(gpu._pinned) == (name == "cuMemHostUnregister")
+        gpu._pinned.clear()
+    last = gpu.group(copy_engine_max_bytes=SLOT)
+    _works(gpu, last, 2)
+    synchronize = torch.cuda.synchronize
+
+    def broken(device: object = None) -> None:
+        raise RuntimeError("an illegal memory access was encountered")
+
+    torch.cuda.synchronize = broken
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        last.destroy()
+    torch.cuda.synchronize = synchronize
+    assert not _threads()
+    assert not gpu._pinned
+
+
+def test_destroy_frees_the_rest_where_a_part_fails() -> None:
+    run_ranks(_errors_in_destroy, 2)
