@@ -1,4 +1,7 @@
-"""Calls of the driver that fail, at any place: every rank raises, nothing hangs, and nothing is left behind."""
+"""Faults in the middle of the copy engines' work: failing calls of the driver, interrupts, calls that differ, leaving.
+
+Every rank raises, nothing hangs, and nothing is left behind.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import random
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +22,8 @@ from test_simulated_copy_engine import expected_sum, inputs
 from tpoverlap.comm import GroupCoordinator
 from tpoverlap.comm.captured import CapturedCopyEngineProvider
 from tpoverlap.cuda.driver import CudaDriverError
-from tpoverlap.errors import CollectiveAbortedError, TpOverlapError
+from tpoverlap.cuda.streams import StreamCalls
+from tpoverlap.errors import CollectiveAbortedError, CollectiveMismatchError, TpOverlapError
 
 SLOT = 64 << 10
 _NO_ERRORS = ("cuGetErrorName", "cuGetErrorString")
@@ -155,3 +160,124 @@ def _errors_in_destroy(rank: int) -> None:
 
 def test_destroy_frees_the_rest_where_a_part_fails() -> None:
     run_ranks(_errors_in_destroy, 2)
+
+
+def _no_sum_unmarked(rank: int) -> None:
+    """Behind a synchronization, check() speaks of all calls before it, however long the watcher has not looked."""
+    gpu = SimulatedGpu(rank, pause_s=0)
+    group = gpu.group()
+    assert group._channel is not None
+    for k in range(20):
+        dist.barrier()
+        with gpu.computing():
+            group.all_reduce(torch.ones(1000, dtype=[torch.float16, torch.bfloat16][rank]))
+        torch.cuda.synchronize()
+        with pytest.raises(CollectiveMismatchError, match="float16 2000 B"):
+            [group.check, group._channel.end_run, lambda: group.all_reduce(torch.ones(9))][k % 3]()
+        group.reset()
+    _works(gpu, group, 1)
+    group.destroy()
+
+
+def test_a_mismatched_sum_is_marked_as_soon_as_it_can_be_read() -> None:
+    run_ranks(_no_sum_unmarked, 2)
+
+
+def _slow_to_issue(rank: int) -> None:
+    """Rank 1 has its sum and leaves while rank 0's host is still inside the call."""
+    gpu = SimulatedGpu(rank, pause_s=0)
+    group = gpu.group()
+    _works(gpu, group, 1)
+    order, orders = StreamCalls.order, itertools.count()
+
+    def late(calls: StreamCalls, *arguments: Any) -> None:
+        if next(orders) == 1:
+            time.sleep(0.5)
+        order(calls, *arguments)
+
+    dist.barrier()
+    if rank == 0:
+        StreamCalls.order = late  # type: ignore[method-assign]
+    with gpu.computing():
+        result = group.all_reduce(torch.ones(5))
+    torch.cuda.synchronize()
+    if rank == 0:
+        time.sleep(0.1)
+    group.check()
+    assert result.tolist() == [2] * 5
+    group.destroy()
+
+
+def test_a_peer_that_has_all_it_needs_may_leave_while_this_rank_issues() -> None:
+    run_ranks(_slow_to_issue, 2)
+
+
+def _interrupted_reset(rank: int) -> None:
+    """Ctrl-C on rank 0 when all ranks have restored; its watcher poisons the words of both until it comes again."""
+    gpu = SimulatedGpu(rank)
+    group = gpu.group(copy_engine_max_bytes=SLOT)
+    channel = group._channel
+    assert channel is not None
+    restore = channel._restore
+
+    def restore_and_interrupt() -> None:
+        restore()
+        time.sleep(0.1)
+        channel._restore = restore  # type: ignore[method-assign]
+        raise KeyboardInterrupt
+
+    for k in range(3):
+        _works(gpu, group, k)
+        dist.barrier()
+        group.abort("planted")
+        if rank == 0:
+            channel._restore = restore_and_interrupt  # type: ignore[method-assign]
+            with pytest.raises(KeyboardInterrupt):
+                group.reset()
+            time.sleep(0.1)
+        group.reset()
+        assert group.generation == k + 1
+    _works(gpu, group, 9)
+    group.destroy()
+
+
+def test_a_rank_interrupted_in_a_reset_may_come_again_while_the_others_wait() -> None:
+    run_ranks(_interrupted_reset, 2)
+
+
+def _interrupted_twice(rank: int) -> None:
+    """The second Ctrl-C comes before the first has been reported to the other ranks."""
+    gpu = SimulatedGpu(rank)
+    group = gpu.group(copy_engine_max_bytes=SLOT)
+    channel = group._channel
+    assert channel is not None
+    for k, x in enumerate([torch.ones(9), torch.ones(9, dtype=torch.int64)]):
+        _works(gpu, group, k)
+        dist.barrier()
+        if rank == 0:
+            whole, channel.interrupted = channel.interrupted, _interrupt  # type: ignore[method-assign]
+            gpu.fails = _at_call(3)
+            with gpu.computing(), pytest.raises(KeyboardInterrupt):
+                group.all_reduce(torch.ones(9))
+            channel.interrupted = whole  # type: ignore[method-assign]
+            gpu.fails = lambda name: False
+        with gpu.computing(), pytest.raises(CollectiveAbortedError, match="rank 0 was interrupted twice"):
+            _call_until_it_fails(group, x)
+        torch.cuda.synchronize()
+        group.reset()
+    _works(gpu, group, 9)
+    group.destroy()
+
+
+def _call_until_it_fails(group: GroupCoordinator, x: torch.Tensor) -> None:
+    for _ in range(50):
+        group.all_reduce(x)
+        time.sleep(0.01)
+
+
+def _interrupt(error: BaseException) -> None:
+    raise KeyboardInterrupt
+
+
+def test_a_second_interrupt_inside_a_call_does_not_let_the_next_one_read_old_data() -> None:
+    run_ranks(_interrupted_twice, 2)

@@ -26,6 +26,7 @@ import torch.distributed.nn  # noqa: F401
 from torch.distributed import distributed_c10d as c10d
 
 from tpoverlap.comm.rendezvous import StoreExchange
+from tpoverlap.errors import CollectiveTimeoutError
 
 _GRACE_S = 1.0
 _Key = tuple[str, tuple[int, ...], float]
@@ -69,7 +70,10 @@ class GroupPool:
             group = free[common[0]]
             life.free[key].remove(ref(group))
         else:
-            group = _new_group(name, backend, ranks, timeout_s)
+            try:
+                group = _new_group(name, backend, ranks, timeout_s)
+            except dist.DistError as e:  # a member gave up behind the exchange
+                raise CollectiveTimeoutError(f"not all of ranks {list(ranks)} made {name!r}: {e}") from e
         life.taken[group] = key
         return group
 
