@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from rank_harness import run_ranks
 
 from tpoverlap.comm import GroupCoordinator, Reason
+from tpoverlap.comm.arguments import check_input
 from tpoverlap.config import HostReduceConfig
 from tpoverlap.errors import ConfigError
 
@@ -257,6 +259,8 @@ def _refusals(rank: int) -> None:
         (lambda: group.all_reduce(x, out=torch.ones(3, 4)), "out must be like the input"),
         (lambda: group.all_reduce(x, out=torch.ones(4, 3, dtype=torch.float16)), "out must be like the input"),
         (lambda: group.all_reduce(x.view(-1)[:8], out=x.view(-1)[4:]), "overlaps"),
+        (lambda: group.all_reduce(x, out=torch.zeros(4, 1).expand(4, 3)), "expanded"),
+        (lambda: group.broadcast(torch.zeros(4, 1).expand(4, 3)), "expanded"),
         (lambda: group.all_reduce_sum2(x, x.half()), "two tensors alike"),
         (lambda: group.all_gather(x, 2), "dim 2 is out of range"),
         (lambda: group.reduce_scatter(x, 1), "divides by 2"),
@@ -270,6 +274,14 @@ def _refusals(rank: int) -> None:
             call()
     with pytest.raises(NotImplementedError, match="no gradient"):
         group.all_reduce(x.requires_grad_())
+    lazy = torch.full((3,), 1 + 2j).conj()
+    for call in (lambda: group.all_gather(lazy, 0), lambda: group.all_reduce(lazy.imag), lambda: group.broadcast(lazy)):
+        with pytest.raises(NotImplementedError, match="resolve_neg"):
+            call()
+    on_one = SimpleNamespace(requires_grad=False, is_neg=bool, is_conj=bool, is_cuda=True, device="cuda:1")
+    on_one.get_device = lambda: 1
+    with pytest.raises(ValueError, match="the tensor is on cuda:1, this group's is cuda:0"):
+        check_input(on_one, torch.device("cuda:0"))  # type: ignore[arg-type]
     for ranks, match in [([1, 0], "ascending"), ([0, 5], "below 2"), ([1 - rank], "only members")]:
         with pytest.raises(ConfigError, match=match):
             GroupCoordinator(ranks, rank, "cpu")

@@ -43,15 +43,28 @@ def checked_ranks(ranks: Sequence[int]) -> list[int]:
     return checked
 
 
-def check_inference(x: torch.Tensor) -> None:
+def check_input(x: torch.Tensor, device: torch.device) -> None:
+    """device: the group's. Providers read a tensor's memory as it is."""
     if x.requires_grad and torch.is_grad_enabled():
         raise UnsupportedError(
             "collectives carry no gradient: run under torch.no_grad() or torch.inference_mode(), or detach the tensor"
         )
+    if x.is_neg() or x.is_conj():
+        raise UnsupportedError(
+            "collectives take no lazily negated or conjugated view: give x.resolve_neg() or x.resolve_conj()"
+        )
+    if x.is_cuda and device.type == "cuda" and x.get_device() != device.index:
+        raise ValueError(f"the tensor is on {x.device}, this group's is {device}: move it there")
 
 
 def check_out(x: torch.Tensor, out: torch.Tensor | None) -> None:
-    if out is None or out is x:
+    if out is None:
+        return
+    if 0 in out.stride() and any(
+        stride == 0 and size > 1 for size, stride in zip(out.shape, out.stride(), strict=True)
+    ):
+        raise ValueError("the output is expanded, so that several of its elements are one: give one of its own memory")
+    if out is x:
         return
     if out.shape != x.shape or out.dtype != x.dtype or out.device != x.device:
         raise ValueError(f"out must be like the input: {alike(x)}, got {alike(out)}")

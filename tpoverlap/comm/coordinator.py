@@ -14,7 +14,7 @@ import torch.distributed as dist
 from tpoverlap.comm.arguments import (
     alike,
     call_of,
-    check_inference,
+    check_input,
     check_out,
     checked_dimension,
     checked_ranks,
@@ -134,7 +134,7 @@ class GroupCoordinator(Messages):
         torch.distributed. out: of x's shape, dtype and device; may be x itself, but not overlap it otherwise. In a
         group of one rank the result is ``x`` (or ``out`` filled from it). Raises ValueError for an unfit ``out``.
         """
-        check_inference(x)
+        check_input(x, self.device)
         check_out(x, out)
         if self.world_size == 1:
             return x if out is None else out.copy_(x)
@@ -153,8 +153,8 @@ class GroupCoordinator(Messages):
         """
         if a.shape != b.shape or a.dtype != b.dtype or a.device != b.device:
             raise ValueError(f"all_reduce_sum2 takes two tensors alike, got {alike(a)} and {alike(b)}")
-        check_inference(a)
-        check_inference(b)
+        check_input(a, self.device)
+        check_input(b, self.device)
         if self.world_size == 1:
             return a + b
         own = torch.empty_like(a, memory_format=torch.contiguous_format)
@@ -172,7 +172,7 @@ class GroupCoordinator(Messages):
         if self.world_size == 1:
             return x
 
-        check_inference(x)
+        check_input(x, self.device)
         stacked = torch.empty((self.world_size, *x.shape), dtype=x.dtype, device=x.device)
 
         def launch() -> torch.Tensor:
@@ -200,7 +200,7 @@ class GroupCoordinator(Messages):
         if self.world_size == 1:
             return x
 
-        check_inference(x)
+        check_input(x, self.device)
         shards = x.unflatten(dim, (self.world_size, -1)).movedim(dim, 0).contiguous()
         result = torch.empty(shards.shape[1:], dtype=x.dtype, device=x.device)
 
@@ -245,6 +245,8 @@ class GroupCoordinator(Messages):
         self._check_rank(src, "broadcast from")
         if self.world_size == 1:
             return x
+        check_input(x, self.device)
+        check_out(x, x)
 
         def launch() -> torch.Tensor:
             self._choose("broadcast", x).broadcast(x, src)
