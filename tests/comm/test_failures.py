@@ -314,6 +314,33 @@ def test_abort_beside_destroy_does_no_harm() -> None:
     run_ranks(_abort_beside_destroy, 2)
 
 
+def _failing_watcher(rank: int) -> None:
+    group = _group(1.0)
+    channel = group._channel
+    assert channel is not None
+    if rank == 0:
+        look = channel._look_for_failure
+
+        def fail_once() -> None:
+            channel._look_for_failure = look  # type: ignore[method-assign]
+            raise ValueError("planted")
+
+        channel._look_for_failure = fail_once  # type: ignore[method-assign]
+    with pytest.raises(CollectiveAbortedError, match=r"the watcher of rank 0 failed: ValueError\('planted'\)"):
+        _check_until_it_fails(group)
+    group.reset()
+    assert group.all_reduce(torch.ones(4)).tolist() == [2] * 4
+    if rank == 0:
+        with pytest.raises(CollectiveTimeoutError, match=r"ranks \[1\] did not come within 1 s"):
+            group.all_reduce(torch.ones(4))
+    dist.barrier()
+    group.destroy()
+
+
+def test_an_error_in_a_watcher_ends_the_calls_and_it_watches_on() -> None:
+    run_ranks(_failing_watcher, 2)
+
+
 def _late_backend(rank: int) -> None:
     """Rank 1 enters the backend's collective only when the group was aborted, reset and used again."""
     group = _group()

@@ -86,8 +86,8 @@ class Watcher:
                         self._watched.on_peer_dead(self._pidfds[fd])
                     self._watched.on_tick()
                 except Exception as e:
+                    # And goes on: who waits must still be released, and a group that was reset must be watched.
                     self._watched.on_watcher_error(e)
-                    return
                 if events:
                     # Without this pause a dead peer would turn the loop into a spin.
                     select.select([self._stop_fd], [], [], TICK_S)
