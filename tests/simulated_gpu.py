@@ -165,6 +165,8 @@ class SimulatedGpu:
         self.default = self.new_stream(0)
         self.calls: dict[str, int] = {}
         """How often each function of the driver has been called."""
+        self.operations: dict[int, int] = {}
+        """How many torch operations each stream has been given, by its handle."""
         self.fails: Callable[[str], bool] = lambda name: False
         """Whether the call of that function that is made now does nothing and returns an error."""
         self._stand_in_for_driver()
@@ -432,6 +434,7 @@ class _OnCurrentStream(TorchDispatchMode):
         written = [a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
         if written:
             named = dict(zip((a.name for a in schema.arguments), args, strict=False)) | kwargs
+            self._count(stream)
             stream.put(lambda: func(*args, **kwargs))
             results = [named[name] for name in written]
             return results[0] if len(schema.returns) == 1 else tuple(results)
@@ -452,8 +455,12 @@ class _OnCurrentStream(TorchDispatchMode):
                 for target, value in zip(_tensors(result), _tensors(func(*args, **kwargs)), strict=True):
                     target.copy_(value)
 
+            self._count(stream)
             stream.put(compute)
         return result
+
+    def _count(self, stream: _Stream) -> None:
+        self._gpu.operations[stream.handle] = self._gpu.operations.get(stream.handle, 0) + 1
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:

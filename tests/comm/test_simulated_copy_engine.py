@@ -145,6 +145,32 @@ def test_graphs_give_the_sum_of_what_their_inputs_hold_at_each_replay(n: int) ->
         assert served["captured_copy_engine"] == 8  # at capture alone
 
 
+def _left_to_do(rank: int) -> None:
+    gpu = SimulatedGpu(rank)
+    group = gpu.group(copy_engine_max_bytes=SLOT)
+    provider = group._choose("all_reduce", torch.ones(5))
+    parts = inputs(1, 2, (40_000,), torch.float32)
+    x, out = parts[rank].clone(), torch.empty(40_000)
+    completion = provider.all_reduce(x, out)
+    torch.cuda.synchronize()
+    assert torch.equal(out, parts[1 - rank])
+    assert completion is not None
+    completion()
+    assert torch.equal(out, expected_sum(parts))
+    with gpu.computing():
+        assert provider.all_reduce(x, x) is None
+        spread = torch.empty(80_000)[::2]
+        assert provider.all_reduce(parts[rank], spread) is None
+    torch.cuda.synchronize()
+    assert torch.equal(x, expected_sum(parts))
+    assert torch.equal(spread, expected_sum(parts))
+    group.destroy()
+
+
+def test_the_addition_of_two_ranks_is_left_to_the_caller_where_it_can_be() -> None:
+    run_ranks(_left_to_do, 2)
+
+
 # What the simulation would show
 
 
@@ -261,7 +287,7 @@ def test_a_dead_peer_releases_the_streams() -> None:
 
 def _aborted_and_late(rank: int) -> None:
     gpu = SimulatedGpu(rank)
-    group = gpu.group(timeout_s=1.0)
+    group = gpu.group(timeout_s=2.0)
     for fault in range(4):
         _works_again(gpu, group)
         dist.barrier()

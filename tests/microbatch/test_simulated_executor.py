@@ -129,6 +129,27 @@ def test_faults_end_a_run_everywhere_and_the_next_is_right(n: int, cases: int) -
     assert min(run_ranks(_faults, n, cases, timeout_s=100)[0].values()) > 0
 
 
+def _operations_of_the_lane(rank: int) -> int:
+    gpu = SimulatedGpu(rank)
+    group = gpu.group()
+    executor = MicroBatchExecutor(group, OverlapConfig(min_tokens=1, num_pieces=2, cut_multiple=1))
+    batch = make_batch(100, 0)
+    with torch.inference_mode(), gpu.computing():
+        output = executor.run(Stack(gpu, group, batch.num_tokens), batch)
+    torch.cuda.synchronize()
+    assert torch.equal(output, _reference(batch, dist.get_world_size()))
+    assert isinstance(executor._lane, CudaCommLane)
+    operations = gpu.operations.get(executor._lane._stream.cuda_stream, 0)
+    group.destroy()
+    return operations
+
+
+def test_nothing_on_the_lane_of_two_ranks_needs_a_multiprocessor() -> None:
+    """A kernel there would wait until those beside it leave one free, and the next transfer behind it."""
+    assert run_ranks(_operations_of_the_lane, 2) == [0, 0]
+    assert min(run_ranks(_operations_of_the_lane, 3)) > 0  # what the count would show
+
+
 # What the simulation would show
 
 

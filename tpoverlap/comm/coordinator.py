@@ -27,9 +27,9 @@ from tpoverlap.comm.gpu_providers import GPU_PROVIDERS, gpu_layout, open_gpu_pro
 from tpoverlap.comm.layout import Layout, page_aligned
 from tpoverlap.comm.messages import Messages
 from tpoverlap.comm.process_groups import pool
-from tpoverlap.comm.provider import Call, Provider, Reason
+from tpoverlap.comm.provider import Call, Completion, Provider, Reason
 from tpoverlap.comm.rendezvous import StoreExchange
-from tpoverlap.comm.scheduler import current_scheduler
+from tpoverlap.comm.scheduler import current_scheduler, run_to_the_end
 from tpoverlap.comm.torch_fallback import TorchProvider
 from tpoverlap.config import HostReduceConfig
 from tpoverlap.errors import ChannelError, ConfigError
@@ -140,11 +140,10 @@ class GroupCoordinator(Messages):
             return x if out is None else out.copy_(x)
         result = torch.empty_like(x, memory_format=torch.contiguous_format) if out is None else out
 
-        def launch() -> torch.Tensor:
-            self._choose("all_reduce", x).all_reduce(x, result)
-            return result
+        def issue() -> Completion | None:
+            return self._choose("all_reduce", x).all_reduce(x, result)
 
-        return current_scheduler().run("all_reduce", (x,), launch)
+        return run_to_the_end("all_reduce", x, result, issue)
 
     def all_reduce_sum2(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         """The sum over the group of ``a + b``, where each rank's own sum is rounded once to the dtype before the wire.
@@ -203,12 +202,12 @@ class GroupCoordinator(Messages):
         check_input(x, self.device)
         shards = x.unflatten(dim, (self.world_size, -1)).movedim(dim, 0).contiguous()
         result = torch.empty(shards.shape[1:], dtype=x.dtype, device=x.device)
-
-        def launch() -> torch.Tensor:
-            self._choose("reduce_scatter", shards).reduce_scatter(shards, result)
-            return result
-
-        return current_scheduler().run("reduce_scatter", (shards,), launch)
+        return run_to_the_end(
+            "reduce_scatter",
+            shards,
+            result,
+            lambda: self._choose("reduce_scatter", shards).reduce_scatter(shards, result),
+        )
 
     def all_gatherv(self, x: torch.Tensor, dim: int = 0, sizes: Sequence[int] | None = None) -> torch.Tensor:
         """Like :meth:`all_gather`, for tensors of uneven size: rank q's has ``sizes[q]`` along ``dim``.

@@ -6,7 +6,8 @@ operations; one addition follows. No multiprocessor moves data, so that compute 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -17,7 +18,7 @@ from tpoverlap.comm.device_region import CopyRegion
 from tpoverlap.comm.gpu import GpuSegment
 from tpoverlap.comm.layout import NUM_SLOTS
 from tpoverlap.comm.protocol import Kind, Step, one_shot, pieces_published, two_shot
-from tpoverlap.comm.provider import Call, Reason, describe
+from tpoverlap.comm.provider import Call, Completion, Reason, describe
 from tpoverlap.comm.words import MASK
 
 _ALIGNMENT = 256
@@ -63,6 +64,9 @@ class CopyEngineProvider:
     Sums are in rank order: one addition in the tensor's dtype for two ranks, FP32 rounded once for more. Payloads
     above the slot size run as consecutive operations. Work that the caller puts on the stream after the call, also
     writes to the input, runs after this rank's own uploads.
+
+    The addition of two ranks is left to the caller's stream where it can be: it needs multiprocessors, and while the
+    kernels beside it hold all of them, the next transfer would wait behind it.
     """
 
     name = "copy_engine"
@@ -95,21 +99,26 @@ class CopyEngineProvider:
             return Reason.PEER_ACCESS_AVAILABLE
         return None
 
-    def all_reduce(self, x: torch.Tensor, out: torch.Tensor) -> None:
+    def all_reduce(self, x: torch.Tensor, out: torch.Tensor) -> Completion | None:
         source = x if x.is_contiguous() else x.contiguous()
-        target = out if out.is_contiguous() else torch.empty_like(source)
         plan = self._plan(x.dtype, x.numel())
+        if self._world_size == 2 and out.is_contiguous() and out.data_ptr() != x.data_ptr():
+            with self._segment.call(plan.description):
+                self._exchange(source, out, plan.chunks)
+            return functools.partial(torch.add, x, out, out=out)
+        target = out if out.is_contiguous() else torch.empty_like(source)
         with self._segment.call(plan.description):
-            if not source.numel():
-                pass  # nothing to publish, and a peer that waits for nothing cannot be missed
-            elif self._world_size == 2:
-                self._exchange(source, target, plan.chunks)
-            else:
+            if self._world_size == 2:
+                received = torch.empty_like(source)
+                self._exchange(source, received, plan.chunks)
+                torch.add(source, received, out=target)
+            elif source.numel():
                 flat, flat_target = source.view(-1), target.view(-1)
                 for chunk in plan.chunks:
                     self._two_shots(flat[chunk.elements], flat_target[chunk.elements])
         if target is not out:
             out.copy_(target)
+        return None
 
     def all_gather(self, x: torch.Tensor, out: torch.Tensor) -> None:
         source, row_bytes = x.contiguous(), x.numel() * x.element_size()
@@ -129,14 +138,19 @@ class CopyEngineProvider:
                 steps = one_shot(self._rank, self._world_size, len(pieces))
                 self._operate(steps, {Kind.UPLOAD: upload, Kind.COLLECT: collect})
 
-    def reduce_scatter(self, shards: torch.Tensor, out: torch.Tensor) -> None:
+    def reduce_scatter(self, shards: torch.Tensor, out: torch.Tensor) -> Completion | None:
         source, target = shards.view(self._world_size, -1), out.view(-1)
         n, item = self._world_size, shards.element_size()
         with self._segment.call(describe("reduce_scatter", shards, self.name)):
             for begin, size in self._chunks(target.numel() * item, n):
                 columns = slice(begin // item, (begin + size) // item)
                 own = source[self._rank, columns]
-                received = torch.empty((n, size // item), dtype=shards.dtype, device=shards.device)
+                # By rank. Of two, the peer's comes straight into the result.
+                received: Sequence[torch.Tensor] = (
+                    [target[columns]] * 2
+                    if n == 2
+                    else list(torch.empty((n, size // item), dtype=shards.dtype, device=shards.device))
+                )
                 pieces = self._pieces(size)
 
                 def upload(
@@ -152,14 +166,16 @@ class CopyEngineProvider:
                     p: int,
                     size: int = size,
                     pieces: list[range] = pieces,
-                    received: torch.Tensor = received,
+                    received: Sequence[torch.Tensor] = received,
                 ) -> None:
                     for q in self._peers():
                         self._down(stream, q, slot, pieces[p], received[q].data_ptr(), offset=self._rank * size)
 
                 steps = two_shot(self._rank, n, len(pieces), gather=False)
                 self._operate(steps, {Kind.UPLOAD: upload, Kind.REDUCE: reduce})
-                sum_in_rank_order(self._in_rank_order(own, received), target[columns])
+                if n > 2:
+                    sum_in_rank_order(self._in_rank_order(own, received), target[columns])
+        return functools.partial(torch.add, source[self._rank], target, out=target) if n == 2 else None
 
     def broadcast(self, x: torch.Tensor, src: int) -> None:
         raise AssertionError("rejected")
@@ -181,12 +197,13 @@ class CopyEngineProvider:
             plan = self._plans[dtype, num_elements] = _Plan(description, chunks)
         return plan
 
-    def _exchange(self, x: torch.Tensor, out: torch.Tensor, chunks: list[_Chunk]) -> None:
-        """Two ranks: each reads the other's payload and adds. The steps of ``one_shot``, with no detour: every
-        microsecond of host time here is one by which the next layer's compute starts later. The uploads of a chunk
-        do not wait for the downloads of the one before, but for the peer to have read its slot."""
+    def _exchange(self, x: torch.Tensor, received: torch.Tensor, chunks: list[_Chunk]) -> None:
+        """Two ranks: each reads the other's payload. The steps of ``one_shot``, with no detour: every microsecond of
+        host time here is one by which the next layer's compute starts later. The uploads of a chunk do not wait for
+        the downloads of the one before, but for the peer to have read its slot."""
+        if not x.numel():
+            return  # nothing to publish, and a peer that waits for nothing cannot be missed
         segment, calls, region, rank = self._segment, self._calls, self.region, self._rank
-        received = torch.empty_like(x)
         down, up, event = segment.begin(), segment.up, segment.event
         own_slots, peer_slots = self._slots[rank], self._slots[1 - rank]
         published, theirs = region.published_address[rank], region.published_address[1 - rank]
@@ -200,7 +217,6 @@ class CopyEngineProvider:
             calls.download(down, target + chunk.begin, peer_slots[slot], chunk.pieces, theirs, base)
             calls.write(down, consumed, number)
         calls.order(down, event, up)
-        torch.add(x, received, out=out)
 
     def _two_shots(self, x: torch.Tensor, out: torch.Tensor) -> None:
         """More ranks: each adds its own shard of all, then reads the others' sums."""
@@ -222,7 +238,7 @@ class CopyEngineProvider:
         def reduce(stream: Any, slot: int, p: int) -> None:
             for q in self._peers():
                 self._down(stream, q, slot, others(self._rank), received[q].data_ptr() - own.start * item)
-            sum_in_rank_order(self._in_rank_order(x[own.start : own.stop], received), own_sum)
+            sum_in_rank_order(self._in_rank_order(x[own.start : own.stop], list(received)), own_sum)
 
         def upload_result(stream: Any, slot: int, p: int) -> None:
             self._up(slot, others(self._rank), out.data_ptr())
@@ -294,5 +310,5 @@ class CopyEngineProvider:
     def _peers(self) -> list[int]:
         return [q for q in range(self._world_size) if q != self._rank]
 
-    def _in_rank_order(self, own: torch.Tensor, received: torch.Tensor) -> list[torch.Tensor]:
-        return [own if q == self._rank else received[q, : own.numel()] for q in range(self._world_size)]
+    def _in_rank_order(self, own: torch.Tensor, received: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return [own if q == self._rank else received[q][: own.numel()] for q in range(self._world_size)]

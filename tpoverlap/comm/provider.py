@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from enum import StrEnum
 from typing import NamedTuple, Protocol, runtime_checkable
 
@@ -42,6 +43,10 @@ class Call(NamedTuple):
     capturing: bool = False
 
 
+Completion = Callable[[], object]
+"""What is left of a collective for the caller's stream to do, once that has waited for the collective's own."""
+
+
 @runtime_checkable
 class Provider(Protocol):
     """Serves collectives of the current stream (CPU: at once). Inputs are never written, unless ``out`` is the input.
@@ -56,11 +61,13 @@ class Provider(Protocol):
         """None if this provider serves the call."""
         ...
 
-    def all_reduce(self, x: torch.Tensor, out: torch.Tensor) -> None: ...
+    def all_reduce(self, x: torch.Tensor, out: torch.Tensor) -> Completion | None:
+        """None: nothing is left to do."""
+        ...
 
     def all_gather(self, x: torch.Tensor, out: torch.Tensor) -> None: ...
 
-    def reduce_scatter(self, shards: torch.Tensor, out: torch.Tensor) -> None: ...
+    def reduce_scatter(self, shards: torch.Tensor, out: torch.Tensor) -> Completion | None: ...
 
     def broadcast(self, x: torch.Tensor, src: int) -> None:
         """In place: ``x`` of every rank becomes that of group rank ``src``."""

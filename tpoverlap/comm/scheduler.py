@@ -13,6 +13,8 @@ from typing import Protocol, TypeVar
 
 import torch
 
+from tpoverlap.comm.provider import Completion
+
 T = TypeVar("T")
 
 
@@ -57,3 +59,20 @@ def use_scheduler(scheduler: CollectiveScheduler) -> Iterator[None]:
         yield
     finally:
         _current.scheduler = before
+
+
+def run_to_the_end(
+    name: str, x: torch.Tensor, result: torch.Tensor, issue: Callable[[], Completion | None]
+) -> torch.Tensor:
+    """Runs a collective of ``x`` by the thread's scheduler; what it leaves to do runs in the caller's stream."""
+    completion: Completion | None = None
+
+    def launch() -> torch.Tensor:
+        nonlocal completion
+        completion = issue()
+        return result
+
+    result = current_scheduler().run(name, (x,), launch)
+    if completion is not None:
+        completion()
+    return result
