@@ -12,7 +12,7 @@ from tpoverlap.comm.words import MASK
 
 FAILED, FAILED_AGAIN = "failed", "failed again"
 """Marks behind all operations before a reset, and behind all after it."""
-_STOPPED, _RESTORED, RESET = "stopped", "restored", "reset"
+_STOPPED, _RESTORED, _COMMITTED, RESET = "stopped", "restored", "committed", "reset"
 
 
 @dataclass(frozen=True)
@@ -56,18 +56,23 @@ class Failing:
     def reset(
         self, rank: int, leaders: Sequence[str], drained: tuple[Point, ...], words: Mapping[str, int]
     ) -> list[Step]:
-        """What the leader of ``rank`` does: drain, barrier, restoration of the rank's own ``words``, barrier."""
+        """What the leader of ``rank`` does: drain, barrier, restoration of the rank's own ``words``, barrier.
+
+        The second barrier ends by rank 0 clearing the failure record; until then nobody may call.
+        """
         others = [leader for q, leader in enumerate(leaders) if q != rank]
         failed = Wait(FAILURE, 1, lambda value, target: value == target)
         steps = [Step("reset: drained; its watcher is silent from here", (failed,), drained, mark=_STOPPED)]
         if self.first_barrier:
             steps.append(Step("reset: first barrier", behind=tuple((other, _STOPPED) for other in others)))
-        if rank == 0:
-            steps.append(Step("reset: clears the failure record", stores=((FAILURE, 0),)))
         steps += [Step(f"reset: restores {word}", stores=((word, start),)) for word, start in words.items()]
         steps.append(Step("reset: has restored", mark=_RESTORED))
-        if self.second_barrier:
-            steps.append(Step("reset: second barrier", behind=tuple((other, _RESTORED) for other in others)))
+        if rank == 0:
+            restored = tuple((other, _RESTORED) for other in others) if self.second_barrier else ()
+            text = "reset: clears the failure record, which commits it"
+            steps.append(Step(text, behind=restored, stores=((FAILURE, 0),), mark=_COMMITTED))
+        elif self.second_barrier:
+            steps.append(Step("reset: second barrier", behind=((leaders[0], _COMMITTED),)))
         return [*steps, Step("reset: done", mark=RESET)]
 
 
