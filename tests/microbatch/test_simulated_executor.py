@@ -133,11 +133,21 @@ def _operations_of_the_lane(rank: int) -> int:
     gpu = SimulatedGpu(rank)
     group = gpu.group()
     executor = MicroBatchExecutor(group, OverlapConfig(min_tokens=1, num_pieces=2, cut_multiple=1))
-    batch = make_batch(100, 0)
+    batch, other = make_batch(100, 0), make_batch(120, 1)
+
+    def sequence_parallel(piece: Batch) -> torch.Tensor:
+        assert piece.inputs_embeds is not None
+        with gpu.computing():
+            return group.all_gather(group.reduce_scatter(piece.inputs_embeds * 2.0, -1), -1)
+
     with torch.inference_mode(), gpu.computing():
         output = executor.run(Stack(gpu, group, batch.num_tokens), batch)
+        scattered = executor.run(sequence_parallel, other)
     torch.cuda.synchronize()
-    assert torch.equal(output, _reference(batch, dist.get_world_size()))
+    n = dist.get_world_size()
+    assert torch.equal(output, _reference(batch, n))
+    assert other.inputs_embeds is not None
+    assert torch.equal(scattered, other.inputs_embeds * 2 * n)
     assert isinstance(executor._lane, CudaCommLane)
     operations = gpu.operations.get(executor._lane._stream.cuda_stream, 0)
     group.destroy()
@@ -147,7 +157,7 @@ def _operations_of_the_lane(rank: int) -> int:
 def test_nothing_on_the_lane_of_two_ranks_needs_a_multiprocessor() -> None:
     """A kernel there would wait until those beside it leave one free, and the next transfer behind it."""
     assert run_ranks(_operations_of_the_lane, 2) == [0, 0]
-    assert min(run_ranks(_operations_of_the_lane, 3)) > 0  # what the count would show
+    assert min(run_ranks(_operations_of_the_lane, 4)) > 0  # what the count would show
 
 
 # What the simulation would show

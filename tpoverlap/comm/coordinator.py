@@ -154,16 +154,7 @@ class GroupCoordinator(Messages):
             raise ValueError(f"all_reduce_sum2 takes two tensors alike, got {alike(a)} and {alike(b)}")
         check_input(a, self.device)
         check_input(b, self.device)
-        if self.world_size == 1:
-            return a + b
-        own = torch.empty_like(a, memory_format=torch.contiguous_format)
-
-        def launch() -> torch.Tensor:
-            torch.add(a, b, out=own)
-            self._choose("all_reduce", own).all_reduce(own, own)
-            return own
-
-        return current_scheduler().run("all_reduce", (a, b), launch)
+        return self.all_reduce(a + b)
 
     def all_gather(self, x: torch.Tensor, dim: int = -1) -> torch.Tensor:
         """The tensors of all ranks, concatenated along ``dim`` in rank order. x: same shape and dtype on every rank."""
@@ -172,14 +163,13 @@ class GroupCoordinator(Messages):
             return x
 
         check_input(x, self.device)
-        stacked = torch.empty((self.world_size, *x.shape), dtype=x.dtype, device=x.device)
+        rows = torch.empty((self.world_size, *x.shape), dtype=x.dtype, device=x.device)
 
-        def launch() -> torch.Tensor:
-            self._choose("all_gather", x).all_gather(x, stacked)
-            return stacked
+        def issue() -> Completion | None:
+            return self._choose("all_gather", x).all_gather(x, rows)
 
-        stacked = current_scheduler().run("all_gather", (x,), launch)
-        # Here and not in launch: what a model computes with comes from its own stream's memory.
+        stacked = run_to_the_end("all_gather", x, rows, issue)
+        # Here and not in issue: what a model computes with comes from its own stream's memory.
         if dim == 0:
             return stacked.flatten(0, 1)
         shape = (*x.shape[:dim], self.world_size * x.shape[dim], *x.shape[dim + 1 :])

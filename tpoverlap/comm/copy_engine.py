@@ -65,8 +65,8 @@ class CopyEngineProvider:
     above the slot size run as consecutive operations. Work that the caller puts on the stream after the call, also
     writes to the input, runs after this rank's own uploads.
 
-    The addition of two ranks is left to the caller's stream where it can be: it needs multiprocessors, and while the
-    kernels beside it hold all of them, the next transfer would wait behind it.
+    The addition of two ranks, and the copy of the own rows, are left to the caller's stream where they can be: they
+    need multiprocessors, and while the kernels beside them hold all of those, the next transfer would wait behind them.
     """
 
     name = "copy_engine"
@@ -120,9 +120,8 @@ class CopyEngineProvider:
             out.copy_(target)
         return None
 
-    def all_gather(self, x: torch.Tensor, out: torch.Tensor) -> None:
+    def all_gather(self, x: torch.Tensor, out: torch.Tensor) -> Completion | None:
         source, row_bytes = x.contiguous(), x.numel() * x.element_size()
-        out[self._rank].copy_(source)
         with self._segment.call(describe("all_gather", x, self.name)):
             for begin, size in self._chunks(row_bytes, 1):
                 pieces = self._pieces(size)
@@ -137,6 +136,7 @@ class CopyEngineProvider:
 
                 steps = one_shot(self._rank, self._world_size, len(pieces))
                 self._operate(steps, {Kind.UPLOAD: upload, Kind.COLLECT: collect})
+        return functools.partial(out[self._rank].copy_, x)
 
     def reduce_scatter(self, shards: torch.Tensor, out: torch.Tensor) -> Completion | None:
         source, target = shards.view(self._world_size, -1), out.view(-1)
