@@ -34,7 +34,7 @@ class _Group:
         self.layout = layout
         self.rngs = [random.Random(1000 * seed + q) for q in range(n)]
         self.given_up = 0
-        self.lock = threading.Lock()  # the record's own keeps processes apart
+        self.lock = threading.RLock()  # the record's own keeps processes apart
 
     def watch(self, rank: int, record: FailureRecord) -> None:
         if record.present and not self.silent[rank]:

@@ -13,9 +13,10 @@ import time
 import weakref
 from contextlib import ExitStack
 
+from tpoverlap.comm.call_log import CallLog
 from tpoverlap.comm.failure import Failure, FailureKind, FailureRecord
 from tpoverlap.comm.host import HostIdentity
-from tpoverlap.comm.layout import DESCRIPTOR_TEXT_BYTES, LINE, NUM_DESCRIPTORS, Layout
+from tpoverlap.comm.layout import Layout
 from tpoverlap.comm.region import CpuRegion, Device, Region
 from tpoverlap.comm.rendezvous import StoreExchange, gather_hosts, open_segment
 from tpoverlap.comm.reset import ResetRendezvous
@@ -61,11 +62,6 @@ class Channel:
         # Taken by setdefault and freed by pop, one step each: no interrupt leaves a group that nobody uses taken.
         self._user: dict[str, int] = {}
         self._inside_call = False
-        self._call = 0
-        self._started_at, self._call_at, self._finished_at = (
-            at // 8 for at in (layout.started_ns(rank), layout.call(rank), layout.finished_call(rank))
-        )
-        self._compared = [0] * layout.world_size
         self._run = 0
         self._delivered = False
         self._resetting = False
@@ -78,6 +74,7 @@ class Channel:
         self.segment = open_segment(exchange, rank, layout, kinds)
         problem = ""
         try:
+            self._log = CallLog(self.segment, layout, rank)
             self._record = FailureRecord(self.segment)
             self._resets = ResetRendezvous(self.segment, layout, self._record, rank, timeout_s)
             self._words = SharedWords(self.segment.words, self.segment.address)
@@ -132,11 +129,7 @@ class Channel:
                 self.compare_calls()
             self.check()
             self._inside_call = True
-            self._call += 1
-            self._write_descriptor(operation)
-            quads = self.segment.quads
-            quads[self._call_at] = self._call
-            quads[self._started_at] = time.monotonic_ns()
+            self._log.begin(operation)
         except BaseException as e:
             self.interrupted(e)
             self._user.pop("thread", None)
@@ -144,18 +137,15 @@ class Channel:
 
     def published(self) -> None:
         """Restarts the call's clock: from here on the rank waits for its peers alone."""
-        self.segment.quads[self._started_at] = time.monotonic_ns()
+        self._log.restart_clock()
 
     def interrupted(self, error: BaseException) -> None:
         """Of :class:`CallContext`: ends the call under way on every rank."""
-        self.abort(f"{type(error).__name__} during {self._own_descriptor() or 'its call'}", raised=True)
+        self.abort(f"{type(error).__name__} during {self._log.operation or 'its call'}", raised=True)
 
     def finish(self, sound: bool, completed: bool) -> None:
         """Of :class:`CallContext`. sound: it has no exception. completed: it has read all that it needed."""
-        quads = self.segment.quads
-        quads[self._started_at] = 0
-        if completed:
-            quads[self._finished_at] = self._call
+        self._log.end(completed)
         self._inside_call = self._inside_call and not sound
         self._user.pop("thread", None)
 
@@ -174,10 +164,7 @@ class Channel:
 
         To be called once the peer has published a piece of this call.
         """
-        data, mine, theirs = self.segment.bytes, *(self.layout.descriptor(q, self._call) for q in (self.rank, peer))
-        if data[mine : mine + LINE] == data[theirs : theirs + LINE]:
-            return  # nearly always: nothing to take apart
-        difference = self._difference(peer, self._call)
+        difference = self._log.difference(peer)
         if difference:
             self.fail(FailureKind.MISMATCH, peer, difference)
             self.check()
@@ -196,13 +183,15 @@ class Channel:
     def check(self) -> None:
         """Raises the group's failure, if it has one."""
         if self._record.present:
-            raise self.failure_error()
+            failure = self._record.read()
+            if failure is not None:  # else a reset has just ended, in another thread
+                raise self._delivered_error(failure)
 
     def compare_calls(self) -> None:
         """Finds what the watcher has not come to yet: a peer in another call, whose data a device may have read."""
         with self._resetting_lock:
             if not (self._destroyed or self._resetting or self._record.present) and os.getpid() == self._pid:
-                difference = self._next_difference()
+                difference = self._log.next_difference()
                 if difference:
                     self.fail(FailureKind.MISMATCH, *difference)
 
@@ -216,11 +205,14 @@ class Channel:
         self.compare_calls()
         failure = self._record.read()
         if failure is not None and failure.run <= self._run:
-            raise self.failure_error()
+            raise self._delivered_error(failure)
 
     def failure_error(self) -> TpOverlapError:
         failure = self._record.read()
         assert failure is not None
+        return self._delivered_error(failure)
+
+    def _delivered_error(self, failure: Failure) -> TpOverlapError:
         self._delivered = True
         return failure.error(self.name)
 
@@ -235,10 +227,10 @@ class Channel:
             self._delivered = self._delivered or raised
             self.fail(FailureKind.ABORTED, self.rank, f"rank {self.rank} aborted ({why})")
 
-    def fail(self, kind: FailureKind, culprit: int, detail: str) -> None:
-        """Records a failure, unless there is one, and releases whoever waits."""
-        failure = Failure(kind, culprit, self.rank, self._call, self._own_descriptor(), detail, self._run)
-        self._record.write(failure)
+    def fail(self, kind: FailureKind, culprit: int, detail: str, over_resettable: bool = False) -> None:
+        """Records a failure, unless there is one (or one that no reset can mend), and releases whoever waits."""
+        failure = Failure(kind, culprit, self.rank, self._log.number, self._log.operation, detail, self._run)
+        self._record.write(failure, over_resettable)
         self._release()
 
     @property
@@ -254,7 +246,7 @@ class Channel:
         self.require_member()
         failure = self._record.read()
         if failure is not None and not failure.resettable:
-            raise self.failure_error()
+            raise self._delivered_error(failure)
         self._occupy("no thread may use it during a reset")
         try:
             for device in self.devices:
@@ -320,27 +312,23 @@ class Channel:
         self.fail(FailureKind.ABORTED, self.rank, f"the watcher of rank {self.rank} failed: {error!r}")
 
     def _look_for_failure(self) -> None:
-        difference = self._next_difference()
+        difference = self._log.next_difference()
         if difference:
             self.fail(FailureKind.MISMATCH, *difference)
             return
-        quads, layout = self.segment.quads, self.layout
-        started_ns = quads[layout.started_ns(self.rank) // 8]
-        host_s = (time.monotonic_ns() - started_ns) * 1e-9 if started_ns else 0.0
+        host_s = self._log.waited_s()
         device_s = max(region.waiting_s() for region in self.regions)
         waited_s = max(host_s, device_s)
         if not waited_s:
             return
-        call = quads[layout.call(self.rank) // 8]
-        absent = [q for q in self._peers() if quads[layout.call(q) // 8] < call]
+        absent = self._log.absent()
         # A peer that came to this call has published all of it before it left; a replay has no number.
         for q in self._peers() if device_s > _LEFT_PATIENCE_S else absent:
             if self._has_left(q):
                 self.fail(FailureKind.LOST, q, f"rank {q} has left (it destroyed the group or exited)")
                 return
         if waited_s > self.timeout_s:
-            behind = [q for q in self._peers() if quads[layout.finished_call(q) // 8] < call]
-            late = absent or behind or self._peers()
+            late = absent or self._log.unfinished() or self._peers()
             what = "did not come" if absent else "did not get on"
             self.fail(FailureKind.TIMEOUT, late[0], f"ranks {late} {what} within {self.timeout_s:g} s")
 
@@ -372,64 +360,14 @@ class Channel:
         """In a reset: the loss of a peer is final, and takes the place of the failure that was to be mended."""
         dead = self._watcher.dead_ranks()
         if dead:
-            self._record.clear()
-            self.fail(FailureKind.LOST, dead[0], f"rank {dead[0]} died")
+            self.fail(FailureKind.LOST, dead[0], f"rank {dead[0]} died", over_resettable=True)
             self.check()
 
-    def _write_descriptor(self, operation: str) -> None:
-        text = operation.encode()[:DESCRIPTOR_TEXT_BYTES]
-        at = self.layout.descriptor(self.rank, self._call)
-        segment = self.segment
-        segment.quads[at // 8] = 0
-        segment.words[at // 4 + 2] = len(text)
-        segment.bytes[at + 12 : at + 12 + len(text)] = text
-        segment.quads[at // 8] = self._call
-
-    def _descriptor(self, rank: int, call: int) -> str | None:
-        """What ``rank`` does in its call of that number; None if it has not come there, or is far past it."""
-        at = self.layout.descriptor(rank, call)
-        segment = self.segment
-        if segment.quads[at // 8] != call:
-            return None
-        text = bytes(segment.bytes[at + 12 : at + 12 + min(segment.words[at // 4 + 2], DESCRIPTOR_TEXT_BYTES)])
-        return text.decode(errors="replace") if segment.quads[at // 8] == call else None
-
-    def _own_descriptor(self) -> str:
-        return self._descriptor(self.rank, self._call) or ""
-
-    def _difference(self, peer: int, call: int) -> str:
-        mine, theirs = self._descriptor(self.rank, call), self._descriptor(peer, call)
-        if mine is None or theirs is None or mine == theirs:
-            return ""
-        return f"rank {self.rank} calls {mine}, rank {peer} calls {theirs}"
-
-    def _next_difference(self) -> tuple[int, str] | None:
-        """The first call not yet compared in which a peer differs. Calls left to a device are compared only here."""
-        data, quads, layout = self.segment.bytes, self.segment.quads, self.layout
-        for q in self._peers():
-            # A rank's call counts here once its descriptor is complete.
-            last = min(quads[layout.call(self.rank) // 8], quads[layout.call(q) // 8])
-            # A peer so far ahead that it has reused a descriptor's line cannot be compared there any more.
-            for call in range(max(self._compared[q], last - NUM_DESCRIPTORS) + 1, last + 1):
-                mine, theirs = layout.descriptor(self.rank, call), layout.descriptor(q, call)
-                if data[mine : mine + LINE] != data[theirs : theirs + LINE]:
-                    difference = self._difference(q, call)
-                    if difference:
-                        return q, difference
-            self._compared[q] = last
-        return None
-
     def _restore(self) -> None:
-        """Sets the regions and this rank's page to their start."""
+        """Sets the regions and this rank's part of the log to their start."""
         for region in self.regions:
             region.restore()
-        quads, layout = self.segment.quads, self.layout
-        self._call = 0
-        self._compared = [0] * layout.world_size
-        for at in (self._started_at, self._call_at, self._finished_at):
-            quads[at] = 0
-        for call in range(NUM_DESCRIPTORS):
-            quads[layout.descriptor(self.rank, call) // 8] = 0
+        self._log.restore()
 
 
 class CallContext:

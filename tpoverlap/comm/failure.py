@@ -68,20 +68,22 @@ class FailureRecord:
 
     def __init__(self, segment: Segment) -> None:
         self._segment = segment
-        self._threads = threading.Lock()
+        self._threads = threading.RLock()  # a signal handler may ask, too
 
     @property
     def present(self) -> bool:
         return self._segment.words[FAILURE_STATE // 4] != 0
 
-    def write(self, failure: Failure) -> None:
-        """Writes ``failure`` unless the record holds one already."""
+    def write(self, failure: Failure, over_resettable: bool = False) -> None:
+        """Writes ``failure`` unless the record holds one already, or one that no reset can mend."""
         text = json.dumps(asdict(failure)).encode()
         if len(text) > FAILURE_TEXT_BYTES:
             text = json.dumps(asdict(failure) | {"detail": failure.detail[:500]}).encode()
         segment = self._segment
         with self._locked():
-            if not self.present:
+            present = self._read()
+            if present is None or (over_resettable and present.resettable):
+                segment.words[FAILURE_STATE // 4] = 0
                 segment.bytes[FAILURE_TEXT : FAILURE_TEXT + len(text)] = text
                 segment.words[FAILURE_LENGTH // 4] = len(text)
                 segment.words[FAILURE_STATE // 4] = 1
@@ -89,17 +91,23 @@ class FailureRecord:
     def read(self) -> Failure | None:
         if not self.present:
             return None
-        length = self._segment.words[FAILURE_LENGTH // 4]
-        fields = json.loads(bytes(self._segment.bytes[FAILURE_TEXT : FAILURE_TEXT + length]))
-        return Failure(**fields | {"kind": FailureKind(fields["kind"])})
+        with self._locked():  # in a reset the loss of a peer may take the place of what stands here
+            return self._read()
 
-    def clear(self, condition: Callable[[], bool] = lambda: True) -> bool:
+    def clear(self, condition: Callable[[], bool]) -> bool:
         """Forgets the failure if ``condition`` holds under the record's lock; returns whether it has."""
         with self._locked() as locked:
             if not locked or not condition():
                 return False
             self._segment.words[FAILURE_STATE // 4] = 0
             return True
+
+    def _read(self) -> Failure | None:
+        if not self.present:
+            return None
+        length = self._segment.words[FAILURE_LENGTH // 4]
+        fields = json.loads(bytes(self._segment.bytes[FAILURE_TEXT : FAILURE_TEXT + length]))
+        return Failure(**fields | {"kind": FailureKind(fields["kind"])})
 
     @contextmanager
     def _locked(self) -> Iterator[bool]:
