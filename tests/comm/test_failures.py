@@ -130,17 +130,17 @@ def _stopped(rank: int, timeout_s: float) -> tuple[float, str]:
 
 
 def test_a_stopped_rank_is_a_timeout_and_reset_mends_it() -> None:
-    ranks = start_ranks(_stopped, 3, 1.0)
+    ranks = start_ranks(_stopped, 3, 2.0)
     ranks.wait_for(1, 1)
     os.kill(ranks.pid(1), signal.SIGSTOP)
-    time.sleep(1.3)
+    time.sleep(2.4)
     os.kill(ranks.pid(1), signal.SIGCONT)
     results = ranks.join()
     assert [r.exit_code for r in results] == [0, 0, 0], [r.trace for r in results]
     for rank in (0, 2):
         waited, text = results[rank].value
-        assert waited < 1.5
-        assert "ranks [1] did not come within 1 s" in text
+        assert waited < 2.8
+        assert "ranks [1] did not come within 2 s" in text
         assert "call 2 (all_reduce float32 4000 B, cpu)" in text
 
 
