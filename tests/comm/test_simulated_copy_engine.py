@@ -171,6 +171,24 @@ def test_the_addition_of_two_ranks_is_left_to_the_caller_where_it_can_be() -> No
     run_ranks(_left_to_do, 2)
 
 
+def _sums_of_nans(rank: int) -> list[int]:
+    gpu = SimulatedGpu(rank)
+    group = gpu.group()
+    x = torch.full((8,), 0x7FC00001 + rank, dtype=torch.int32).view(torch.float32)  # each rank has a NaN of its own
+    with gpu.computing():
+        sums = [group.all_reduce(x), group.all_reduce(x, out=x.clone()), group.reduce_scatter(x, 0)]
+        sums.append(group.all_reduce(x, out=x))
+    torch.cuda.synchronize()
+    group.destroy()
+    assert all(bool(total.isnan().all()) for total in sums)
+    return [int(total.view(torch.int32)[0]) for total in sums]
+
+
+def test_all_ranks_hold_the_same_nan() -> None:
+    first, second = run_ranks(_sums_of_nans, 2)
+    assert first == second
+
+
 # What the simulation would show
 
 

@@ -105,13 +105,13 @@ class CopyEngineProvider:
         if self._world_size == 2 and out.is_contiguous() and out.data_ptr() != x.data_ptr():
             with self._segment.call(plan.description):
                 self._exchange(source, out, plan.chunks)
-            return functools.partial(torch.add, x, out, out=out)
+            return functools.partial(torch.add, *self._by_rank(x, out), out=out)
         target = out if out.is_contiguous() else torch.empty_like(source)
         with self._segment.call(plan.description):
             if self._world_size == 2:
                 received = torch.empty_like(source)
                 self._exchange(source, received, plan.chunks)
-                torch.add(source, received, out=target)
+                torch.add(*self._by_rank(source, received), out=target)
             elif source.numel():
                 flat, flat_target = source.view(-1), target.view(-1)
                 for chunk in plan.chunks:
@@ -175,7 +175,7 @@ class CopyEngineProvider:
                 self._operate(steps, {Kind.UPLOAD: upload, Kind.REDUCE: reduce})
                 if n > 2:
                     sum_in_rank_order(self._in_rank_order(own, received), target[columns])
-        return functools.partial(torch.add, source[self._rank], target, out=target) if n == 2 else None
+        return functools.partial(torch.add, *self._by_rank(source[self._rank], target), out=target) if n == 2 else None
 
     def broadcast(self, x: torch.Tensor, src: int) -> None:
         raise AssertionError("rejected")
@@ -309,6 +309,10 @@ class CopyEngineProvider:
 
     def _peers(self) -> list[int]:
         return [q for q in range(self._world_size) if q != self._rank]
+
+    def _by_rank(self, own: torch.Tensor, peers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of two ranks: the order decides which of two NaNs a sum is."""
+        return (own, peers) if self._rank == 0 else (peers, own)
 
     def _in_rank_order(self, own: torch.Tensor, received: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return [own if q == self._rank else received[q][: own.numel()] for q in range(self._world_size)]
