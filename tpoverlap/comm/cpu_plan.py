@@ -7,7 +7,7 @@ made here, so that a call makes none.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -74,15 +74,15 @@ class Planner:
 
     def _sum_in_one_shot(self, dtype: torch.dtype, part: slice, whole: bool) -> Operation:
         n = part.stop - part.start
-        own = self._views(dtype, self._rank, slice(0, n))
-        peers = self._parts_of_peers(dtype, slice(0, n))
+        by_rank = [self._views(dtype, q, slice(0, n)) for q in range(self._size)]
+        own, by_slot = by_rank[self._rank], list(zip(*by_rank, strict=True))
 
         def upload(slot: int, source: torch.Tensor, target: torch.Tensor) -> None:
             own[slot].copy_(source if whole else source[part])
 
         def collect(slot: int, source: torch.Tensor, target: torch.Tensor) -> None:
-            mine, total = (source, target) if whole else (source[part], target[part])
-            sum_in_rank_order([mine if peer is None else peer for peer in peers[slot]], total)
+            # The own part from its slot, too: from a tensor with other strides torch may make another NaN of it.
+            sum_in_rank_order(by_slot[slot], target if whole else target[part])
 
         actions: dict[Kind, Action] = {Kind.UPLOAD: upload, Kind.COLLECT: collect}
         return Operation.of(one_shot(self._rank, self._size, 1), actions, ((self._size - 1) * n * dtype.itemsize,))
@@ -179,7 +179,7 @@ class Planner:
         return [[None if views is None else views[slot] for views in by_rank] for slot in range(NUM_SLOTS)]
 
 
-def sum_in_rank_order(parts: list[torch.Tensor], out: torch.Tensor) -> None:
+def sum_in_rank_order(parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
     """out = parts[0] + parts[1] + ... in that order: two in their dtype, more in FP32 and rounded once."""
     if len(parts) == 2:
         torch.add(parts[0], parts[1], out=out)
