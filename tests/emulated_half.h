@@ -10,6 +10,14 @@
 
 namespace emulated {
 
+template <class To, class From>
+static To bits_as(From from) {
+    static_assert(sizeof(To) == sizeof(From));
+    To to;
+    memcpy(&to, &from, sizeof to);
+    return to;
+}
+
 static float half_to_float(uint16_t x) {
     static const std::vector<float> table = [] {
         std::vector<float> values(65536);

@@ -112,13 +112,7 @@ static void __syncthreads() {
 static void __threadfence_system() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 static unsigned int atomicAdd(unsigned int *p, unsigned int value) { return __atomic_fetch_add(p, value, __ATOMIC_RELAXED); }
 
-template <class To, class From>
-static To bits_as(From from) {
-    static_assert(sizeof(To) == sizeof(From));
-    To to;
-    memcpy(&to, &from, sizeof to);
-    return to;
-}
+using emulated::bits_as;
 static float __uint_as_float(unsigned int bits) { return bits_as<float>(bits); }
 static float __int_as_float(int bits) { return bits_as<float>(bits); }
 static unsigned int __float_as_uint(float value) { return bits_as<unsigned int>(value); }

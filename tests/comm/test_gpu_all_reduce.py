@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 from gpu_group import make_group
 from rank_harness import run_ranks
+from sums import DTYPES, expected_sum, same_bits
 
 from tpoverlap.comm import Reason
 
-DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 KIB, MIB = 1 << 10, 1 << 20
 
 
@@ -32,22 +32,6 @@ def inputs(seed: int, count: int, num_elements: int, dtype: torch.dtype) -> list
             x[at] = special.repeat(4).roll(q)
         parts.append(x)
     return parts
-
-
-def expected_sum(parts: list[torch.Tensor]) -> torch.Tensor:
-    if len(parts) == 2:
-        return parts[0] + parts[1]
-    total = parts[0].float()
-    for part in parts[1:]:
-        total = total + part.float()
-    return total.to(parts[0].dtype)
-
-
-def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Equal bit for bit, but for the payload of a NaN."""
-    integers = {2: torch.int16, 4: torch.int32}[a.element_size()]
-    equal = a.contiguous().view(integers) == b.contiguous().view(integers)
-    return bool((equal | (a.isnan() & b.isnan())).all())
 
 
 def _sizes(rank: int, nccl: bool) -> dict[str, int]:

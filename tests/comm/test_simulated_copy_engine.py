@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from rank_harness import run_ranks, say, start_ranks
 from simulated_gpu import SimulatedGpu
+from sums import DTYPES, check_until_it_fails, expected_sum, inputs
 
 from tpoverlap.comm import GroupCoordinator
 from tpoverlap.comm.copy_engine import CopyEngineProvider
@@ -29,24 +30,8 @@ from tpoverlap.errors import (
     UnsupportedError,
 )
 
-DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 # A slot of so few bytes makes several operations of one payload.
 SLOT = 64 << 10
-
-
-def inputs(seed: int, count: int, shape: tuple[int, ...], dtype: torch.dtype) -> list[torch.Tensor]:
-    """Every rank's input, the same on all ranks."""
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(shape, generator=generator).to(dtype) for _ in range(count)]
-
-
-def expected_sum(parts: list[torch.Tensor]) -> torch.Tensor:
-    if len(parts) == 2:
-        return parts[0] + parts[1]
-    total = parts[0].float()
-    for part in parts[1:]:
-        total = total + part.float()
-    return total.to(parts[0].dtype)
 
 
 def _shape(rng: random.Random) -> tuple[int, ...]:
@@ -268,12 +253,6 @@ def _works_again(gpu: SimulatedGpu, group: GroupCoordinator) -> None:
     assert torch.equal(result, expected_sum(parts))
 
 
-def _check_until_it_fails(group: GroupCoordinator) -> None:
-    while True:
-        time.sleep(0.01)
-        group.check()
-
-
 def _waits_for_a_dead_peer(rank: int) -> None:
     gpu = SimulatedGpu(rank)
     group = gpu.group()
@@ -286,7 +265,7 @@ def _waits_for_a_dead_peer(rank: int) -> None:
         for _ in range(200):
             x = group.all_reduce(x)
     with pytest.raises(PeerLostError, match="rank 1 died"):
-        _check_until_it_fails(group)
+        check_until_it_fails(group)
     torch.cuda.synchronize()  # nothing waits any more
     with pytest.raises(PeerLostError):
         group.reset()
@@ -318,7 +297,7 @@ def _aborted_and_late(rank: int) -> None:
             time.sleep(0.2)
             group.abort("on purpose")
         with pytest.raises(expected):
-            _check_until_it_fails(group)
+            check_until_it_fails(group)
         torch.cuda.synchronize()
         group.reset()
     _works_again(gpu, group)
@@ -333,7 +312,7 @@ def test_abort_and_timeout_release_the_streams_and_reset_mends_them() -> None:
 def _call_and_check_until_it_fails(group: GroupCoordinator, size: int) -> None:
     for _ in range(3):
         group.all_reduce(torch.ones(size))
-    _check_until_it_fails(group)
+    check_until_it_fails(group)
 
 
 def _different_sizes(rank: int) -> None:

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from rank_harness import run_ranks
 from simulated_gpu import SimulatedGpu
-from test_simulated_copy_engine import expected_sum, inputs
+from sums import expected_sum, inputs
 
 from tpoverlap.comm import GroupCoordinator
 from tpoverlap.comm.captured import CapturedCopyEngineProvider

@@ -18,7 +18,7 @@ from emulated_build import COMPILER
 from emulated_kernel_mode import SOURCE, build, emulate_kernel_mode
 from rank_harness import run_ranks, say, start_ranks
 from simulated_gpu import SimulatedGpu
-from test_simulated_copy_engine import expected_sum, inputs
+from sums import DTYPES, check_until_it_fails, expected_sum, inputs, same_bits
 
 from tpoverlap.comm import GroupCoordinator
 from tpoverlap.comm.kernel_mode import KernelProvider
@@ -27,7 +27,6 @@ from tpoverlap.errors import CollectiveAbortedError, CollectiveTimeoutError, Pee
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
 
-DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 MAX_BYTES = 256 << 10
 
 
@@ -43,13 +42,6 @@ def with_special_values(parts: list[torch.Tensor], rng: random.Random) -> list[t
         for value in (float("nan"), float("inf"), float("-inf"), tiny, -0.0):
             part.view(-1)[rng.randrange(part.numel())] = value
     return parts
-
-
-def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Equal bit for bit, but for the payload of a NaN."""
-    integers = {2: torch.int16, 4: torch.int32}[a.element_size()]
-    equal = a.contiguous().view(integers) == b.contiguous().view(integers)
-    return bool((equal | (a.isnan() & b.isnan())).all())
 
 
 def _calls(rank: int, library: Path, seed: int, count: int) -> dict[str, int]:
@@ -157,12 +149,6 @@ def test_numbers_may_wrap(n: int, first_number: int) -> None:
 # Failures
 
 
-def _check_until_it_fails(group: GroupCoordinator) -> None:
-    while True:
-        time.sleep(0.01)
-        group.check()
-
-
 def _works(gpu: SimulatedGpu, group: GroupCoordinator, size: int) -> None:
     parts = inputs(size, 2, (size,), torch.float32)
     with gpu.computing():
@@ -182,7 +168,7 @@ def _waits_for_a_dead_peer(rank: int, library: Path, size: int) -> None:
         for _ in range(50):
             result = group.all_reduce(torch.ones(size))
     with pytest.raises(PeerLostError, match="rank 1 died"):
-        _check_until_it_fails(group)
+        check_until_it_fails(group)
     torch.cuda.synchronize()  # nothing waits any more
     assert bool(result.isnan().all())  # a released operation's output is marked
     group.destroy()
@@ -213,7 +199,7 @@ def _aborted_and_late(rank: int, library: Path) -> None:
             time.sleep(0.2)
             group.abort("on purpose")
         with pytest.raises(expected):
-            _check_until_it_fails(group)
+            check_until_it_fails(group)
         torch.cuda.synchronize()
         group.reset()
         _works(gpu, group, size)

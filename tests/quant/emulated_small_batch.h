@@ -26,13 +26,7 @@ static uint16_t exact_product(uint16_t a, uint16_t b) {
     return rounded;
 }
 
-template <class To, class From>
-static To bits_as(From from) {
-    static_assert(sizeof(To) == sizeof(From));
-    To to;
-    memcpy(&to, &from, sizeof to);
-    return to;
-}
+using emulated::bits_as;
 
 }  // namespace emulated
 
