@@ -135,9 +135,11 @@ def paged_prefill(
         sliding_window,
         softcap,
         num_splits,
+        type(num_splits),  # 1.0 and True equal 1, and are refused
         batch_invariant,
         return_lse,
         max_query_len,
+        type(max_query_len),
         backend,
     )
     prepared = _prepared_prefills.get(signature)
@@ -265,6 +267,7 @@ def paged_decode(
         sliding_window,
         softcap,
         num_splits,
+        type(num_splits),  # 1.0 and True equal 1, and are refused
         return_lse,
         backend,
     )
