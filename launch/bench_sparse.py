@@ -29,6 +29,9 @@ NOTES = [
     "buffers, which pass the L2 cache where the live data of a call is large enough.",
     "Wide over narrow: the same live length in a buffer of 1,048,576 columns and in one of just that length.",
     "Full-width grid: one program a 1024-column tile of the whole width, with flags cleared at full width.",
+    "Floor: the live columns moved at the same addresses by a grid that was told their number, nothing looked up (the "
+    "mask's reads the candidates once, and is told which blocks they keep). Its wide over narrow is the price of the "
+    "addresses; 'of the floor's' is what is left of ours when that is taken out.",
 ]
 
 

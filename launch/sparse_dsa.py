@@ -6,7 +6,8 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
-from bench_common import Arm, Comparison, alternate
+from bench_common import Arm, Comparison, Spread, alternate
+from sparse_floor import floor_mask, floor_scores, kept_words
 from sparse_full_width import full_width_mask, full_width_scores
 from sparse_run import Run, graph_arm, require
 
@@ -72,13 +73,28 @@ def measure_mask(run: Run) -> None:
                 live = slice(None, buffers.live)
                 require(torch.equal(got[:, live], want[:, live]), "the mask is wrong")
 
+        words = [kept_words(c, buffers.live, BLOCK) for c in candidates]
+
+        def floors(logits: list[torch.Tensor]) -> list[Callable[[], object]]:
+            sets = zip(logits, candidates, words, strict=True)
+            return [partial(floor_mask, x, c, w, buffers.live, BLOCK) for x, c, w in sets]
+
+        def floor_of_few(x: torch.Tensor, _starts: None, _ends: torch.Tensor, c: torch.Tensor, block_size: int) -> None:
+            floor_mask(x, c, kept_words(c, buffers.live, block_size), buffers.live, block_size)
+
         return [
-            graph_arm(name, masks(mask, logits), partial(check, mask, logits), buffers.repeats)
-            for name, mask, logits in (
-                ("wide", dsa.apply_candidate_mask, buffers.wide),
-                ("narrow", dsa.apply_candidate_mask, buffers.narrow),
-                ("full", full_width_mask, buffers.wide),
-            )
+            *(
+                graph_arm(name, masks(mask, logits), partial(check, mask, logits), buffers.repeats)
+                for name, mask, logits in (
+                    ("wide", dsa.apply_candidate_mask, buffers.wide),
+                    ("narrow", dsa.apply_candidate_mask, buffers.narrow),
+                    ("full", full_width_mask, buffers.wide),
+                )
+            ),
+            *(
+                graph_arm(name, floors(logits), partial(check, floor_of_few, logits), buffers.repeats)
+                for name, logits in (("floor wide", buffers.wide), ("floor narrow", buffers.narrow))
+            ),
         ]
 
     _measure(run, "mask", "DSA mask, block size 8, 2048 candidates, width 1,048,576", arms)
@@ -97,8 +113,15 @@ def measure_scores(run: Run) -> None:
         def wide_scores(logits: torch.Tensor) -> torch.Tensor:
             return full_width_scores(logits, buffers.ends, BLOCK)
 
+        def floor(logits: torch.Tensor) -> torch.Tensor:
+            scores = torch.empty(buffers.rows, logits.shape[1] // BLOCK, device="cuda")
+            floor_scores(logits, buffers.live, BLOCK, scores)
+            return scores
+
         def check(score: Callable[[torch.Tensor], torch.Tensor], logits: list[torch.Tensor], blocks: int) -> None:
             rows = checked_rows(buffers.rows)
+            if score is floor:
+                blocks -= 1  # the newest, which the floor does not pin
             for x in logits:
                 got = score(x)[rows, :blocks]
                 want = torch_backend.block_scores(x[rows], None, buffers.ends[rows], BLOCK, 1)[:, :blocks]
@@ -112,6 +135,8 @@ def measure_scores(run: Run) -> None:
                 ("narrow", live_scores, buffers.narrow, live_blocks),
                 ("full", wide_scores, buffers.wide, WIDTH // BLOCK),
                 ("filled", filled_scores, buffers.wide, WIDTH // BLOCK),
+                ("floor wide", floor, buffers.wide, live_blocks),
+                ("floor narrow", floor, buffers.narrow, live_blocks),
             )
         ]
 
@@ -157,32 +182,51 @@ def measure_select(run: Run) -> None:
 
 
 def _measure(run: Run, what: str, title: str, make_arms: Callable[[Buffers], list[Arm]]) -> None:
-    rows: list[list[object]] = []
-    filled = False
+    lines: list[dict[str, object]] = []
     for count, live in shapes(run):
         buffers = Buffers(run, count, live)
         arms = make_arms(buffers)
-        filled = len(arms) > 3
         result = alternate(arms, run.repetitions, label=f"DSA {what} {count} x {live}")
-        rows.append(_row(run, what, count, live, result, filled))
+        lines.append({"rows": count, "live": live} | _cells(run, f"dsa_{what}_{count}x{live}", result))
         del buffers, arms, result
         torch.cuda.empty_cache()
-    columns = ["rows", "live", "time", "wide over narrow", "full-width time", "speed-up over full width"]
-    run.tables.append({"title": title, "columns": [*columns, "with fill"] if filled else columns, "rows": rows})
+    rows = [list(line.values()) for line in lines]
+    run.tables.append({"title": title, "columns": list(lines[0]) if lines else ["rows"], "rows": rows})
 
 
-def _row(run: Run, what: str, count: int, live: int, result: Comparison, filled: bool) -> list[object]:
+def _cells(run: Run, key: str, result: Comparison) -> dict[str, object]:
+    """Column -> cell of one shape; the figures go to the run."""
     by_width, speed_up = result.ratio("wide", "narrow"), result.ratio("full", "wide")
-    key = f"dsa_{what}_{count}x{live}"
     run.figures[f"{key}_us"] = round(result.time("wide").median * 1e6, 2)
     run.figures[f"{key}_wide_over_narrow"] = round(by_width.median, 3)
     run.figures[f"{key}_speed_up"] = round(speed_up.median, 2)
-    row: list[object] = [
-        count,
-        live,
-        result.time("wide").as_time(),
-        by_width.as_ratio(),
-        result.time("full").as_time(),
-        speed_up.as_ratio(),
-    ]
-    return [*row, result.time("filled").as_time()] if filled else row
+    cells: dict[str, object] = {
+        "time": result.time("wide").as_time(),
+        "wide over narrow": by_width.as_ratio(),
+        "full-width time": result.time("full").as_time(),
+        "speed-up over full width": speed_up.as_ratio(),
+    }
+    if "filled" in result.turns:
+        cells["with fill"] = result.time("filled").as_time()
+    if "floor wide" in result.turns:
+        floor_by_width = result.ratio("floor wide", "floor narrow")
+        over_floor = result.ratio("wide", "floor wide")
+        own_by_width = _beyond_floor(result)
+        run.figures[f"{key}_floor_us"] = round(result.time("floor wide").median * 1e6, 2)
+        run.figures[f"{key}_floor_wide_over_narrow"] = round(floor_by_width.median, 3)
+        run.figures[f"{key}_over_floor"] = round(over_floor.median, 3)
+        run.figures[f"{key}_wide_over_narrow_beyond_floor"] = round(own_by_width.median, 3)
+        cells |= {
+            "floor": result.time("floor wide").as_time(),
+            "floor, wide over narrow": floor_by_width.as_ratio(),
+            "time over floor": over_floor.as_ratio(),
+            "wide over narrow, of the floor's": own_by_width.as_ratio(),
+        }
+    return cells
+
+
+def _beyond_floor(result: Comparison) -> Spread:
+    """What a kernel adds to the width's price: its wide over narrow divided by the floor's, turn by turn."""
+    names = ("wide", "narrow", "floor wide", "floor narrow")
+    turns = zip(*(result.turns[name] for name in names), strict=True)
+    return Spread.of([(wide / narrow) / (floor / floor_narrow) for wide, narrow, floor, floor_narrow in turns])
