@@ -33,7 +33,7 @@ POINTERS = {"lse": "*fp32", "partial": "*fp32", "counters": "*i32", "multiplier"
 POINTERS |= dict.fromkeys(("block_table", "cu_seqlens_q", "seq_lens"), "*i32")
 POINTERS |= dict.fromkeys(("q", "k_cache", "v_cache", "out"), "*fp16")
 UNIT_STRIDES = ("q_dim", "k_dim", "v_dim", "out_dim", "table_column")
-FAST = [("prefill", (9, 0), 128), ("decode", (8, 6), 128), ("prefill", (7, 5), 64)]
+FAST = [("prefill", (9, 0), 128), ("decode", (8, 6), 128), ("prefill", (7, 5), 64), ("prefill", (7, 5), 128)]
 ALL = [(kind, gpu, dim) for kind in ("prefill", "decode") for gpu in GPUS for dim in HEAD_DIMS]
 CASES = [pytest.param(*case, marks=[] if case in FAST else pytest.mark.gpu) for case in ALL]
 

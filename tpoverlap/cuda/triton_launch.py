@@ -6,7 +6,12 @@ takes. A :class:`FastLaunch` keeps the compiled kernel of one specialization and
 
 from __future__ import annotations
 
+import functools
+import operator
+from collections.abc import Sequence
 from typing import Any
+
+import torch
 
 from tpoverlap.cuda.triton_available import triton_interpreted
 
@@ -15,8 +20,8 @@ class FastLaunch:
     """One kernel with fixed constants, and with arguments that are always specialized alike.
 
     The owner keeps one for each device, combination of dtypes and value of the ints that Triton specializes (those
-    not in ``do_not_specialize``). Pointers are specialized on 16-byte alignment: a call says whether all are aligned.
-    ``options`` are Triton's: num_warps, num_stages, launch_pdl.
+    not in ``do_not_specialize``). Pointers are specialized on 16-byte alignment. ``options`` are Triton's: num_warps,
+    num_stages, launch_pdl.
     """
 
     def __init__(self, kernel: Any, constants: dict[str, Any], **options: int | bool) -> None:
@@ -26,11 +31,19 @@ class FastLaunch:
         self._values = tuple(constants.values())
         self._compiled: Any = None
 
-    def __call__(self, programs: int, args: tuple[Any, ...], *, aligned: bool, y: int = 1, z: int = 1) -> None:
-        """Launch programs x y x z programs on the current device and stream; ``args`` come before the constants."""
+    def __call__(
+        self, programs: int, tensors: Sequence[torch.Tensor], values: tuple[Any, ...], *, y: int = 1, z: int = 1
+    ) -> None:
+        """Launch programs x y x z programs on the current device and stream.
+
+        The kernel's parameters are the tensors, then the values, then the constants. The tensors are on the current
+        device, which is not checked: the driver would have to look up every address.
+        """
+        addresses = [tensor.data_ptr() for tensor in tensors]
+        aligned = not functools.reduce(operator.or_, addresses) & 15
         if self._compiled is not None and aligned:
-            self._compiled[(programs, y, z)](*args, *self._values)
+            self._compiled[(programs, y, z)](*addresses, *values, *self._values)
             return
-        compiled = self._kernel[(programs, y, z)](*args, **self._constants, **self._options)
+        compiled = self._kernel[(programs, y, z)](*tensors, *values, **self._constants, **self._options)
         if aligned and not triton_interpreted():
             self._compiled = compiled

@@ -151,27 +151,25 @@ def mix_prefill(
     before_blocks = torch.empty((blocks, kv_heads, dim, dim), dtype=q.dtype, device=q.device)
     q_strides, kv_strides = q.stride()[:2], (*k.stride()[:2], *v.stride()[:2])
     launches = _launches(q.device, q.dtype, q_weight.dtype, dim, query_heads // kv_heads, q_strides + kv_strides)
-    pointers = (gate, q, k, v, q_weight, k_weight, log_decay, states, *slots, out)
-    aligned = not any(tensor.data_ptr() % 16 for tensor in pointers)
     scale = dim**-0.5
     launches[0](
         blocks,
-        (k, v, k_weight, log_decay, added, tokens, eps, scale, *kv_strides),
+        (k, v, k_weight, log_decay, added),
+        (tokens, eps, scale, *kv_strides),
         y=kv_heads,
         z=dim // min(_SLICE, dim),
-        aligned=aligned,
     )
     launches[1](
         triton.cdiv(dim * dim, _SCAN),
-        (added, before_blocks, states, *slots, log_decay, tokens, blocks, request),
+        (added, before_blocks, states, *slots, log_decay),
+        (tokens, blocks, request),
         y=kv_heads,
-        aligned=aligned,
     )
     launches[2](
         blocks,
-        (gate, q, k, v, before_blocks, q_weight, k_weight, log_decay, out, tokens, eps, scale, *q_strides, *kv_strides),
+        (gate, q, k, v, before_blocks, q_weight, k_weight, log_decay, out),
+        (tokens, eps, scale, *q_strides, *kv_strides),
         y=query_heads,
-        aligned=aligned,
     )
 
 

@@ -36,10 +36,10 @@ class DecodeTiles:
 
 # generation -> {padded head_dim: tiles}; num_stages - 1 steps of keys are in flight.
 _PREFILL_HALF: dict[str, dict[int, PrefillTiles]] = {
-    # No tensor instructions through Triton (3.x): FMA tiles that the register file holds.
+    # No tensor instructions through Triton (3.x): FMA tiles that the register file holds, whichever Triton compiles.
     "volta_turing": {
-        64: PrefillTiles(32, 32, 4, 1),
-        128: PrefillTiles(32, 32, 8, 1),
+        64: PrefillTiles(32, 16, 4, 1),
+        128: PrefillTiles(32, 16, 8, 1),
         256: PrefillTiles(32, 16, 8, 1),
     },
     # mma.sync, 99 KB of shared memory on 8.6, 8.9 and 12.x: what fits there serves 8.0 too.

@@ -127,12 +127,10 @@ def decode_rows(
         starts = seq_lens if cu_seqlens_q is None else cu_seqlens_q
         if num_blocks == 0:
             columns = 0
-        pointers = (q, k_cache, v_cache, out, lse_or_any, partial, counters, block_table, starts, seq_lens)
-        aligned = not _address_bits(pointers) & 15
         plan.decode[merge_in_launch](
             rows * plan.programs_a_row,
+            (q, k_cache, v_cache, out, lse_or_any, partial, counters, block_table, starts, seq_lens),
             (
-                *pointers,
                 *score_factors(scale, softcap),
                 window,
                 first_row,
@@ -144,33 +142,13 @@ def decode_rows(
                 table_row,
                 table_column,
             ),
-            aligned=aligned,
         )
         if not merge_in_launch and num_splits > 1:
             plan.merge(
                 rows * q.shape[1],
-                (
-                    out,
-                    lse_or_any,
-                    partial,
-                    starts,
-                    seq_lens,
-                    window,
-                    first_row,
-                    rows,
-                    requests,
-                    columns,
-                    *out.stride(),
-                ),
-                aligned=aligned,
+                (out, lse_or_any, partial, starts, seq_lens),
+                (window, first_row, rows, requests, columns, *out.stride()),
             )
-
-
-def _address_bits(tensors: tuple[torch.Tensor, ...]) -> int:
-    bits = 0
-    for tensor in tensors:
-        bits |= tensor.data_ptr()
-    return bits
 
 
 @dataclass(frozen=True)

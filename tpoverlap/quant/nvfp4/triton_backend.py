@@ -59,10 +59,8 @@ def dequantize_into(t: NVFP4Tensor | QPN2Tensor, out: torch.Tensor, tile: Tile |
         else:
             tile = tile or tile_for("row_major", capability)
             num_groups = n * groups_per_row
-            args = (words, scales, t.global_scale, out, num_groups, groups_per_row)
-            aligned = not any(x.data_ptr() % 16 for x in (words, scales, t.global_scale, out))
             launch = _row_major(t.device, out.dtype, groups_per_row, per_row, tile)
-            launch(-(-num_groups // tile.groups), args, aligned=aligned)
+            launch(-(-num_groups // tile.groups), (words, scales, t.global_scale, out), (num_groups, groups_per_row))
 
 
 @functools.cache
