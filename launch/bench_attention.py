@@ -2,7 +2,8 @@
 
 Every arm's result is checked against the torch reference before any is timed, and arms are timed in turn. Decodes
 rotate through keys past the L2 cache; "of the copy" is the speed at which the keys and values were read over that of
-a large device copy (bytes read and written together) in the same turns.
+a large device copy (bytes read and written together) in the same turns, "of a plain read" the time that one kernel
+takes to do nothing but read the same blocks over the decode's.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 from attention_peers import PEERS
 from attention_problems import Problem, Shape, graph_of
+from attention_read import PlainRead
 from bench_common import Arm, Comparison, alternate, on_gpu, write_json
 
 from tpoverlap.attention import paged_decode, paged_prefill
@@ -103,13 +105,15 @@ def measure_decode(run: Run) -> None:
         ]
         check = partial(check_decode, problem, options)
         turns = max(1, 8 // len(calls))
+        read = PlainRead(problem)
         arms = [
             Arm("copy", lambda: None, partial(scaled, copy, shape.kv_bytes / (2 * COPY_BYTES))),
+            Arm("read", read.check, on_many(graph_of([*read.calls()] * turns), len(calls) * turns)),
             Arm("graph", check, on_many(graph_of(calls * turns), len(calls) * turns)),
             Arm("eager", check, on_many(partial(run_all, calls * turns), len(calls) * turns)),
         ]
         result = alternate(arms, run.repetitions, label=f"decode {shape.name}")
-        of_copy = result.ratio("copy", "graph")
+        of_copy, of_read = result.ratio("copy", "graph"), result.ratio("read", "graph")
         published = PUBLISHED_US.get((shape.requests, shape.keys)) if (shape, splits) in PUBLISHED else None
         rows.append(
             [
@@ -119,24 +123,35 @@ def measure_decode(run: Run) -> None:
                 result.time("eager").as_time(),
                 round(shape.kv_bytes / result.time("graph").median / 1e9),
                 of_copy.as_ratio(),
+                of_read.as_ratio(),
                 published,
             ]
         )
         key = f"{shape.key}_splits{splits}" if splits else shape.key
         run.figures[f"decode_{key}_us"] = round(result.time("graph").median * 1e6, 2)
         run.figures[f"decode_{key}_of_copy"] = round(of_copy.median, 3)
+        run.figures[f"decode_{key}_of_read"] = round(of_read.median, 3)
         name = f"{shape.name}, {splits} splits" if splits else shape.name
         run.bars.append(("decode, speed of the copy = 1", name, of_copy.median))
     run.tables.append(
         {
             "title": "Split-KV decode",
-            "columns": ["shape", "num_splits", "time (graph)", "time (eager)", "GB/s", "of the copy", "published us"],
+            "columns": [
+                "shape",
+                "num_splits",
+                "time (graph)",
+                "time (eager)",
+                "GB/s",
+                "of the copy",
+                "of a plain read",
+                "published us",
+            ],
             "rows": rows,
         }
     )
     run.notes.append(
         "Decode: n x keys, query/KV heads of head_dim; FP16, blocks of 16. Published: a split-KV Triton decode with 16 "
-        "heads of 128 on an H100."
+        "heads of 128 on an H100. Of a plain read: time of a kernel that only reads the same blocks over the decode's."
     )
 
 
