@@ -227,9 +227,9 @@ def test_a_library_decodes_by_a_prefill_of_one_token_a_request(monkeypatch):
     module = types.ModuleType("flash_attn")
     module.flash_attn_varlen_func = flash_attn_varlen_func
     monkeypatch.setitem(sys.modules, "flash_attn", module)
-    options = {"scale": 0.125, "sliding_window": None, "softcap": None, "num_splits": 16, "workspace": None}
+    options = {"scale": 0.125, "sliding_window": None, "softcap": None, "num_splits": 16}
     out, lse = torch.full_like(case.q, math.nan), torch.full(case.q.shape[:2], math.nan)
-    flash_attn.paged_decode(*case.decode, out=out, lse=lse, **options)
+    flash_attn.prepare_decode(*case.decode, out=out, lse=lse, **options)(*case.decode, out, lse, None)
     assert calls == [([0, 1, 2, 3], 1)]
     want = _gathered(case, case.block_table)
     assert torch.equal(out, want[0])

@@ -17,7 +17,7 @@ from tpoverlap.attention.arguments import (
     output_like,
     vector_rows,
 )
-from tpoverlap.attention.backend import PACKED_PREFILL, PrefillBackend, PrefillRequest
+from tpoverlap.attention.backend import PACKED_PREFILL, PrefillBackend, PrefillRequest, PreparedDecode
 from tpoverlap.attention.selection import Selection, select_decode_backend, select_prefill_backend
 from tpoverlap.cuda.triton_dispatch import capability_of
 
@@ -263,6 +263,12 @@ def paged_decode(
         seq_lens.shape,
         seq_lens.dtype,
         seq_lens.device,
+        q.stride(),
+        k_cache.stride(),
+        v_cache.stride(),
+        block_table.stride(),
+        seq_lens.stride(),
+        None if out is None else (out.shape, out.dtype, out.device, out.stride()),
         scale,
         sliding_window,
         softcap,
@@ -271,30 +277,29 @@ def paged_decode(
         return_lse,
         backend,
     )
-    prepared = _prepared_decodes.get(signature)
-    if prepared is None:
-        prepared = _prepare_decode(
-            q, k_cache, v_cache, block_table, seq_lens, scale, sliding_window, softcap, num_splits, return_lse, backend
+    decode = _prepared_decodes.get(signature)
+    if decode is None:
+        decode = _prepare_decode(
+            q,
+            k_cache,
+            v_cache,
+            block_table,
+            seq_lens,
+            scale,
+            sliding_window,
+            softcap,
+            num_splits,
+            return_lse,
+            backend,
+            out,
         )
-        _keep(_prepared_decodes, signature, prepared)
+        _keep(_prepared_decodes, signature, decode)
     if workspace is not None:
         _check_workspace(workspace, q, num_splits)
-    out = output_like(q, out)
+    if out is None:
+        out = q.new_empty(q.shape)
     lse = q.new_empty(q.shape[:2], dtype=torch.float32) if return_lse else None
-    prepared.run(
-        q,
-        k_cache,
-        v_cache,
-        block_table,
-        seq_lens,
-        scale=prepared.scale,
-        sliding_window=sliding_window,
-        softcap=softcap,
-        num_splits=num_splits,
-        out=out,
-        lse=lse,
-        workspace=workspace,
-    )
+    decode(q, k_cache, v_cache, block_table, seq_lens, out, lse, workspace)
     return out if lse is None else (out, lse)
 
 
@@ -304,16 +309,8 @@ def decode_workspace_size(rows: int, q_heads: int, head_dim: int, num_splits: in
 
 
 @dataclass(frozen=True)
-class _PreparedDecode:
-    """The checked and selected part of a decode: what depends on shapes, dtypes, devices and options alone."""
-
-    scale: float
-    run: Callable[..., None]
-
-
-@dataclass(frozen=True)
 class _PreparedPrefill:
-    """The same of a prefill."""
+    """The checked and selected part of a prefill: what depends on shapes, dtypes, devices and options alone."""
 
     scale: float
     max_query_len: int
@@ -321,7 +318,7 @@ class _PreparedPrefill:
 
 
 # Checks and selection take as long as a small kernel: they are made once a signature.
-_prepared_decodes: dict[tuple[object, ...], _PreparedDecode] = {}
+_prepared_decodes: dict[tuple[object, ...], PreparedDecode] = {}
 _prepared_prefills: dict[tuple[object, ...], _PreparedPrefill] = {}
 _MAX_PREPARED = 4096
 P = TypeVar("P")
@@ -345,12 +342,25 @@ def _prepare_decode(
     num_splits: int,
     return_lse: bool,
     backend: str,
-) -> _PreparedDecode:
+    out: torch.Tensor | None,
+) -> PreparedDecode:
     check_tensors(q, k_cache, v_cache, block_table, seq_lens, None)
     scale = check_options(scale, sliding_window, softcap, q.shape[2])
     check_count("num_splits", num_splits, 1, MAX_DECODE_SPLITS)
     request = _request(q, k_cache, 1, sliding_window, softcap, True, return_lse)
-    return _PreparedDecode(scale, select_decode_backend(request, backend=backend).backend.paged_decode)
+    return select_decode_backend(request, backend=backend).backend.prepare_decode(
+        q,
+        k_cache,
+        v_cache,
+        block_table,
+        seq_lens,
+        scale=scale,
+        sliding_window=sliding_window,
+        softcap=softcap,
+        num_splits=num_splits,
+        out=output_like(q, out),
+        lse=q.new_empty(q.shape[:2], dtype=torch.float32) if return_lse else None,
+    )
 
 
 def _request(

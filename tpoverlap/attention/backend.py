@@ -7,8 +7,9 @@ compiles.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -108,7 +109,7 @@ class DecodeBackend(Protocol):
         """As of :class:`PrefillBackend`."""
         ...
 
-    def paged_decode(
+    def prepare_decode(
         self,
         q: torch.Tensor,
         k_cache: torch.Tensor,
@@ -122,7 +123,58 @@ class DecodeBackend(Protocol):
         num_splits: int,
         out: torch.Tensor,
         lse: torch.Tensor | None,
+    ) -> PreparedDecode:
+        """A call for tensors of these shapes, strides, dtypes and device, whatever is in them.
+
+        The arguments have been checked. What the call need not do again each time is done here.
+        """
+        ...
+
+
+class PreparedDecode(Protocol):
+    """A decode of one signature."""
+
+    def __call__(
+        self,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        block_table: torch.Tensor,
+        seq_lens: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor | None,
         workspace: torch.Tensor | None,
     ) -> None:
-        """Fill ``out`` and, unless None, ``lse``, as in a prefill; the arguments have been checked."""
+        """Fill ``out`` and, unless None, ``lse``, as in a prefill."""
         ...
+
+
+def prepared_by(paged_decode: Callable[..., None]) -> Callable[..., PreparedDecode]:
+    """The ``prepare_decode`` of a decode that has nothing to prepare."""
+
+    def prepare_decode(
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        block_table: torch.Tensor,
+        seq_lens: torch.Tensor,
+        *,
+        out: torch.Tensor,
+        lse: torch.Tensor | None,
+        **options: Any,
+    ) -> PreparedDecode:
+        def decode(
+            q: torch.Tensor,
+            k_cache: torch.Tensor,
+            v_cache: torch.Tensor,
+            block_table: torch.Tensor,
+            seq_lens: torch.Tensor,
+            out: torch.Tensor,
+            lse: torch.Tensor | None,
+            workspace: torch.Tensor | None,
+        ) -> None:
+            paged_decode(q, k_cache, v_cache, block_table, seq_lens, out=out, lse=lse, workspace=workspace, **options)
+
+        return decode
+
+    return prepare_decode

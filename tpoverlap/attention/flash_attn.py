@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tpoverlap.attention.backend import PACKED_PREFILL, PrefillRequest
+from tpoverlap.attention.backend import PACKED_PREFILL, PrefillRequest, prepared_by
 from tpoverlap.attention.library import clear_unseen_rows, decode_by, library_rejections
 
 name = "flash_attn"
@@ -66,4 +66,4 @@ def paged_prefill(
     clear_unseen_rows(out, lse, cu_seqlens_q, seq_lens)
 
 
-paged_decode = decode_by(paged_prefill)
+prepare_decode = prepared_by(decode_by(paged_prefill))

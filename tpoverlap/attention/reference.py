@@ -11,7 +11,7 @@ import math
 
 import torch
 
-from tpoverlap.attention.backend import PACKED_PREFILL, PrefillRequest
+from tpoverlap.attention.backend import PACKED_PREFILL, PrefillRequest, prepared_by
 from tpoverlap.attention.shared_reasons import missing_features, mixed_dtypes
 
 name = "reference"
@@ -72,6 +72,9 @@ def paged_decode(
     _attend_requests(
         q, k_cache, v_cache, block_table, starts, seq_lens.tolist(), scale, sliding_window, softcap, out, lse
     )
+
+
+prepare_decode = prepared_by(paged_decode)
 
 
 def _attend_requests(

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from tpoverlap.attention.backend import PACKED_MATCHES_DECODE, PrefillRequest
+from tpoverlap.attention.backend import PACKED_MATCHES_DECODE, PrefillRequest, PreparedDecode
 from tpoverlap.attention.triton.common import common_rejections, padded_dim, score_factors
 from tpoverlap.attention.triton.configs import DecodeTiles, decode_tiles
 from tpoverlap.cuda.triton_dispatch import capability_of, dependent_launch, on_device_of
@@ -25,7 +25,7 @@ def rejection_reasons(request: PrefillRequest, *, forced: bool = False) -> tuple
     return common_rejections(request)
 
 
-def paged_decode(
+def prepare_decode(
     q: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
@@ -38,14 +38,12 @@ def paged_decode(
     num_splits: int,
     out: torch.Tensor,
     lse: torch.Tensor | None,
-    workspace: torch.Tensor | None,
-) -> None:
-    """Fill ``out`` and, unless None, ``lse``; the arguments have been checked.
-
-    Eager, the last program of each row merges its parts, and the partial buffer is one that the stream reuses; under
+) -> PreparedDecode:
+    """Eager, the last program of each row merges its parts, and the partial buffer is one that the stream reuses; under
     capture a second kernel merges, and the buffer is the graph's own. Both give the same bits.
     """
-    decode_rows(
+    on_gpu, rows = q.is_cuda, q.shape[0]
+    start = _prepare(
         q,
         k_cache,
         v_cache,
@@ -58,11 +56,25 @@ def paged_decode(
         num_splits=num_splits,
         out=out,
         lse=lse,
-        workspace=workspace,
-        merge_in_launch=not (q.is_cuda and torch.cuda.is_current_stream_capturing()),
         first_row=0,
-        rows=q.shape[0],
+        rows=rows,
     )
+
+    def decode(
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        block_table: torch.Tensor,
+        seq_lens: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor | None,
+        workspace: torch.Tensor | None,
+    ) -> None:
+        if rows:
+            merge_in_launch = not (on_gpu and torch.cuda.is_current_stream_capturing())
+            start(q, k_cache, v_cache, block_table, None, seq_lens, out, lse, workspace, merge_in_launch)
+
+    return decode
 
 
 def decode_rows(
@@ -89,14 +101,50 @@ def decode_rows(
 
     tiles: None: those of the device.
     """
-    if rows == 0:
-        return
+    if rows:
+        start = _prepare(
+            q,
+            k_cache,
+            v_cache,
+            block_table,
+            cu_seqlens_q,
+            seq_lens,
+            scale=scale,
+            sliding_window=sliding_window,
+            softcap=softcap,
+            num_splits=num_splits,
+            out=out,
+            lse=lse,
+            first_row=first_row,
+            rows=rows,
+            tiles=tiles,
+        )
+        start(q, k_cache, v_cache, block_table, cu_seqlens_q, seq_lens, out, lse, workspace, merge_in_launch)
+
+
+def _prepare(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    cu_seqlens_q: torch.Tensor | None,
+    seq_lens: torch.Tensor,
+    *,
+    scale: float,
+    sliding_window: int | None,
+    softcap: float | None,
+    num_splits: int,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    first_row: int,
+    rows: int,
+    tiles: DecodeTiles | None = None,
+) -> _Start:
+    """The launches for tensors of these shapes, strides and dtypes on this device, with all that follows from them."""
     requests, columns = block_table.shape
     num_blocks = k_cache.shape[0]
-    seq_lens = seq_lens.contiguous()
-    cu_seqlens_q = None if cu_seqlens_q is None else cu_seqlens_q.contiguous()
-    table_row, table_column = block_table.stride()
     strides = (*q.stride(), *k_cache.stride(), *v_cache.stride(), *out.stride())
+    table_row, table_column = block_table.stride()
     key = (
         q.get_device(),
         q.dtype,
@@ -114,41 +162,67 @@ def decode_rows(
     plan = _plans.get(key)
     if plan is None:
         plan = _plans[key] = _Plan.make(q, k_cache, num_splits, sliding_window, softcap, lse, cu_seqlens_q, tiles)
-    with on_device_of(q):
-        if merge_in_launch:
-            buffers = _stream_buffers(q, rows * plan.floats_a_row, rows * k_cache.shape[2])
-            partial, counters = buffers.partial if workspace is None else workspace, buffers.counters
-        else:
-            partial = workspace if workspace is not None else q.new_empty(rows * plan.floats_a_row, dtype=torch.float32)
-            counters = partial
-        window = 0 if sliding_window is None else sliding_window
-        # The kernels never touch what stands in for an absent tensor; it only has to be one of its type.
-        lse_or_any = partial if lse is None else lse
-        starts = seq_lens if cu_seqlens_q is None else cu_seqlens_q
-        if num_blocks == 0:
-            columns = 0
-        plan.decode[merge_in_launch](
-            rows * plan.programs_a_row,
-            (q, k_cache, v_cache, out, lse_or_any, partial, counters, block_table, starts, seq_lens),
-            (
-                *score_factors(scale, softcap),
-                window,
-                first_row,
-                rows,
-                requests,
-                columns,
-                num_blocks,
-                *strides,
-                table_row,
-                table_column,
-            ),
-        )
-        if not merge_in_launch and num_splits > 1:
-            plan.merge(
-                rows * q.shape[1],
-                (out, lse_or_any, partial, starts, seq_lens),
-                (window, first_row, rows, requests, columns, *out.stride()),
+    window = 0 if sliding_window is None else sliding_window
+    sizes = (window, first_row, rows, requests, columns if num_blocks else 0)
+    return _Start(
+        plan=plan,
+        device=q.get_device(),
+        contiguous_lengths=seq_lens.is_contiguous(),
+        programs=rows * plan.programs_a_row,
+        floats=rows * plan.floats_a_row,
+        counters=rows * k_cache.shape[2],
+        decode_values=(*score_factors(scale, softcap), *sizes, num_blocks, *strides, table_row, table_column),
+        merge_programs=rows * q.shape[1] if num_splits > 1 else 0,
+        merge_values=(*sizes, *out.stride()),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Start:
+    """The launches of one signature: their sizes and the arguments that are not tensors."""
+
+    plan: _Plan
+    device: int
+    contiguous_lengths: bool
+    programs: int
+    floats: int
+    counters: int
+    decode_values: tuple[float, ...]
+    merge_programs: int
+    merge_values: tuple[int, ...]
+
+    def __call__(
+        self,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        block_table: torch.Tensor,
+        cu_seqlens_q: torch.Tensor | None,
+        seq_lens: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor | None,
+        workspace: torch.Tensor | None,
+        merge_in_launch: bool,
+    ) -> None:
+        with on_device_of(q):
+            if not self.contiguous_lengths:
+                seq_lens = seq_lens.contiguous()
+            starts = seq_lens if cu_seqlens_q is None else cu_seqlens_q.contiguous()
+            if merge_in_launch:
+                buffers = _stream_buffers(q, self.device, self.floats, self.counters)
+                partial, counters = buffers.partial if workspace is None else workspace, buffers.counters
+            else:
+                partial = q.new_empty(self.floats, dtype=torch.float32) if workspace is None else workspace
+                counters = partial
+            # The kernels never touch what stands in for an absent tensor; it only has to be one of its type.
+            lse_or_any = partial if lse is None else lse
+            self.plan.decode[merge_in_launch](
+                self.programs,
+                (q, k_cache, v_cache, out, lse_or_any, partial, counters, block_table, starts, seq_lens),
+                self.decode_values,
             )
+            if not merge_in_launch and self.merge_programs:
+                self.plan.merge(self.merge_programs, (out, lse_or_any, partial, starts, seq_lens), self.merge_values)
 
 
 @dataclass(frozen=True)
@@ -241,13 +315,12 @@ class _StreamBuffers:
 _buffers: dict[tuple[int, int], _StreamBuffers] = {}
 
 
-def _stream_buffers(q: torch.Tensor, floats: int, counters: int) -> _StreamBuffers:
+def _stream_buffers(q: torch.Tensor, device: int, floats: int, counters: int) -> _StreamBuffers:
     """The current stream's buffers, grown to the sizes asked for.
 
     Outgrown ones go back to the allocator of the stream they were made and used on, which hands them out in its order.
     """
-    device = q.get_device()
-    key = (device, torch._C._cuda_getCurrentRawStream(device) if q.is_cuda else 0)
+    key = (device, torch._C._cuda_getCurrentRawStream(device) if device >= 0 else 0)
     buffers = _buffers.get(key)
     if buffers is None or buffers.partial.numel() < floats or buffers.counters.numel() < counters:
         have = (0, 0) if buffers is None else (buffers.partial.numel(), buffers.counters.numel())
