@@ -3,6 +3,11 @@
 Codes and scales are decoded by integer operations, so that every GPU and the interpreter give the bits of the torch
 path: the exponent and mantissa of a small float are moved to their places in an FP32 whose exponent is then too small
 by a constant, and one exact multiplication by a power of two restores it, subnormals included.
+
+The words of a program are one dimension in the order of the output, and their loads are said to be contiguous by one
+(``max_contiguous``): only so do the threads of a warp take words side by side and keep them, in every Triton. Of
+several equally contiguous dimensions 3.6 deals out the first one first and 3.9 the last, and a contiguous load is made
+by threads that take more at once and hand them on through shared memory.
 """
 
 from __future__ import annotations
@@ -12,8 +17,8 @@ import triton.language as tl
 
 _TWO_TO_120 = tl.constexpr(2.0**120)
 _TWO_TO_126 = tl.constexpr(2.0**126)
-QPN2_ROWS = tl.constexpr(4)
-"""Rows of a QPN2 tile that one program takes: their codes of a group are one 32-byte sector."""
+QPN2_ROWS = tl.constexpr(8)
+"""Rows of a QPN2 tile that one program takes: their codes of a group are two 32-byte sectors."""
 _SIGN_AND_E2M1 = tl.constexpr(0x81C00000 - (1 << 32))
 """Bits 31 and 24 to 22 of an int32."""
 
@@ -56,19 +61,18 @@ def dequantize_row_major(  # type: ignore[no-untyped-def]
     """
     index = tl.program_id(0).to(num_groups.dtype) * GROUPS
     first = index.to(tl.int64)
-    group = tl.arange(0, GROUPS)
-    half = tl.arange(0, 2)
+    word = tl.arange(0, GROUPS * 2)
+    group = word // 2
     inside = group < num_groups - index
-    word = tl.load(words + first * 2 + (group[:, None] * 2 + half[None, :]), mask=inside[:, None], other=0)
-    scale = _e4m3_to_fp32(tl.load(scales + first + group, mask=inside, other=0))
+    codes = tl.load(tl.max_contiguous(words + first * 2 + word, [1]), mask=inside, other=0)
+    scale = _e4m3_to_fp32(tl.load(tl.max_contiguous(scales + first + group, [1]), mask=inside, other=0))
     if PER_ROW:
         scale = scale * tl.load(global_scale + (index + group) // groups_per_row, mask=inside, other=0.0)
     else:
         scale = scale * tl.load(global_scale)
-    nibble = tl.arange(0, 8)
-    value = _e2m1_to_fp32(word[:, :, None], nibble[None, None, :]) * scale[:, None, None]
-    offset = (group * 16)[:, None, None] + (half * 8)[None, :, None] + nibble[None, None, :]
-    _store(out + first * 16 + offset, value, inside[:, None, None])
+    k = tl.arange(0, 8)
+    value = _e2m1_to_fp32(codes[:, None], k[None, :]) * scale[:, None]
+    _store(out + first * 16 + ((word * 8)[:, None] + k[None, :]), value, inside[:, None])
 
 
 @triton.jit
@@ -78,29 +82,28 @@ def dequantize_qpn2(  # type: ignore[no-untyped-def]
     """Program (i, j) takes GROUPS consecutive groups of 16 k of QPN2_ROWS of tile j's 32 rows; as many programs in a
     row as take all of these share their groups.
 
-    words: int32 [N / 32, groups_per_row, 32 lanes, 2]. scales: uint8 [N / 32, groups_per_row, 32]. out: [N, K]. Loads
-    are in the order of the output, so nothing moves between threads and a warp writes a long run of one row.
+    words: int32 [N / 32, groups_per_row, 32 lanes, 2]. scales: uint8 [N / 32, groups_per_row, 32]. out: [N, K]. Words
+    are numbered in the order of the output, [QPN2_ROWS, GROUPS, 2 halves], and loaded in it: nothing moves between
+    threads, and 16 groups of a row are a run of 512 bytes that a warp writes.
     """
     parts: tl.constexpr = 32 // QPN2_ROWS
     first = tl.program_id(0) // parts * GROUPS
     tile = tl.program_id(1).to(tl.int64)
-    group = tl.arange(0, GROUPS)
-    lane = tl.program_id(0) % parts * QPN2_ROWS + tl.arange(0, QPN2_ROWS)
-    inside = (group < groups_per_row - first)[None, :]
+    word = tl.arange(0, QPN2_ROWS * GROUPS * 2)
+    half = word % 2
+    group = word // 2 % GROUPS
+    lane = tl.program_id(0) % parts * QPN2_ROWS + word // (2 * GROUPS)
+    inside = group < groups_per_row - first
     base = tile * groups_per_row + first
-    in_tile = lane[:, None] + group[None, :] * 32
-    scale = _e4m3_to_fp32(tl.load(scales + base * 32 + in_tile, mask=inside, other=0))
-    half = tl.arange(0, 2)
-    word = tl.load(
-        words + base * 64 + (in_tile[:, :, None] * 2 + half[None, None, :]), mask=inside[:, :, None], other=0
-    )
+    in_tile = group * 32 + lane
+    codes = tl.load(tl.max_contiguous(words + base * 64 + (in_tile * 2 + half), [1]), mask=inside, other=0)
+    scale = _e4m3_to_fp32(tl.load(tl.max_contiguous(scales + base * 32 + in_tile, [1]), mask=inside, other=0))
     row = ((lane >> 2) & 3) * 8 + (lane & 3) + 4 * (lane >> 4)
     if PER_ROW:
-        scale = scale * tl.load(global_scale + tile * 32 + row)[:, None]
+        scale = scale * tl.load(global_scale + tile * 32 + row)
     else:
         scale = scale * tl.load(global_scale)
     k = tl.arange(0, 8)
-    value = _e2m1_to_fp32(word[:, :, :, None], ((k >> 1) + 4 * (k & 1))[None, None, None, :]) * scale[:, :, None, None]
-    columns = (group * 16)[None, :, None, None] + (half * 8)[None, None, :, None] + k[None, None, None, :]
-    offset = (row * (groups_per_row * 16))[:, None, None, None] + columns
-    _store(out + (tile * 32 * groups_per_row + first) * 16 + offset, value, inside[:, :, None, None])
+    value = _e2m1_to_fp32(codes[:, None], ((k >> 1) + 4 * (k & 1))[None, :]) * scale[:, None]
+    offset = (row * (groups_per_row * 16) + group * 16 + half * 8)[:, None] + k[None, :]
+    _store(out + (tile * 32 * groups_per_row + first) * 16 + offset, value, inside[:, None])
