@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from bench_common import Arm, Comparison, alternate, on_gpu, write_json
 
+from tpoverlap.cuda.device import device_facts
 from tpoverlap.cuda.kernel import Kernel
 from tpoverlap.cuda.nvrtc import compile_cuda
 from tpoverlap.quant.nvfp4 import (
@@ -338,7 +339,9 @@ def empty_arm(rows: int) -> Arm:
     major, minor = torch.cuda.get_device_capability()
     source = 'struct Nothing { int unused; };\nextern "C" __global__ void empty(const Nothing nothing) {}\n'
     image = compile_cuda(source, name="empty.cu", arch=f"sm_{major}{minor}")
-    kernel = Kernel(image, "empty", torch.cuda.current_device(), block=small_batch.BLOCK_THREADS)
+    facts = device_facts(torch.cuda.current_device())
+    warps = small_batch.blocks_for(rows, facts.num_sms, facts.capability).warps
+    kernel = Kernel(image, "empty", facts.ordinal, block=32 * warps)
     grid, argument = (-(-rows // small_batch.BLOCK_ROWS), 1, 1), _Nothing()
     return graph_arm("empty kernel", [partial(kernel.launch, grid, argument)], lambda: None)
 

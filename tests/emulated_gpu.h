@@ -53,7 +53,10 @@ static inline i64 min(i64 a, i64 b) { return a < b ? a : b; }
 
 namespace emulated {
 
-constexpr int kWarps = 8, kLanes = 32, kStack = 1 << 16;
+#ifndef TPOVERLAP_EMULATED_WARPS
+#define TPOVERLAP_EMULATED_WARPS 8
+#endif
+constexpr int kWarps = TPOVERLAP_EMULATED_WARPS, kLanes = 32, kStack = 1 << 16;
 
 struct Range {
     uintptr_t begin, end;

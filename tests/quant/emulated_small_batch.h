@@ -1,8 +1,10 @@
-// Device primitives of tpoverlap/quant/nvfp4/small_batch.cu on the CPU, for BF16 = 0 or 1: see emulated_gpu.h.
+// Device primitives of tpoverlap/quant/nvfp4/small_batch.cu on the CPU, for BF16 = 0 or 1 and any WARPS: see
+// emulated_gpu.h.
 //
 // The kernel relies on products of codes and scales being exact: one that is rounded is a fault.
 #pragma once
 
+#define TPOVERLAP_EMULATED_WARPS WARPS
 #include "emulated_gpu.h"
 
 #define __shared__ static
@@ -49,7 +51,7 @@ static u32 __shfl_xor_sync(u32 lanes, u32 x, int distance) {
     if (lanes != 0xffffffffu) emulated::fail("a shuffle of some lanes only");
     return emulated::lane_value<u32>(emulated::exchange("shfl.bfly", x), emulated::block->current % 32 ^ distance);
 }
-static void __syncthreads() { emulated::synchronize(0, 256, false, 0); }
+static void __syncthreads() { emulated::synchronize(0, 32 * WARPS, false, 0); }
 
 static u32 multiply_pair(u32 a, u32 b) {
     return emulated::exact_product(a, b) | static_cast<u32>(emulated::exact_product(a >> 16, b >> 16)) << 16;

@@ -12,9 +12,10 @@ import torch
 from emulated_build import build
 
 from tpoverlap.quant.nvfp4 import NVFP4Tensor, small_batch
+from tpoverlap.quant.nvfp4.small_batch import SOME_ROWS, Blocks
 
 KERNEL = Path(small_batch.__file__).with_name("small_batch.cu")
-SOURCE = KERNEL.read_text()
+SOURCE = small_batch.source()
 _GAP = 1024
 # Where a tensor lies within 256 bytes: no better aligned than the kernel demands.
 _OFFSETS = {"codes": 16, "scales": 2, "global_scale": 4, "x": 16, "bias": 2, "y": 2}
@@ -22,11 +23,10 @@ _UNWRITTEN = 0x5A
 
 
 @functools.cache
-def library(dtype: torch.dtype, source: str = SOURCE) -> ctypes.CDLL:
+def library(dtype: torch.dtype, source: str = SOURCE, blocks: Blocks = SOME_ROWS) -> ctypes.CDLL:
     """The emulation for x in this dtype, compiled once a process."""
-    bf16 = int(dtype == torch.bfloat16)
     entry = Path(__file__).with_name("emulated_small_batch.cpp")
-    loaded = build(entry, KERNEL.name, source, "-O1", f"-DBF16={bf16}")
+    loaded = build(entry, KERNEL.name, source, "-O1", *small_batch.compile_options(dtype, blocks))
     assert loaded.arguments_size() == ctypes.sizeof(small_batch._Arguments)
     return loaded
 
@@ -38,15 +38,17 @@ def linear(
     *,
     seed: int = 0,
     emulation: ctypes.CDLL | None = None,
+    blocks: Blocks = SOME_ROWS,
 ) -> torch.Tensor:
     """:func:`small_batch.linear` for tensors on the CPU; a fault of the kernel raises AssertionError.
 
     seed: of the order of warps.
     """
-    kernel = _EmulatedKernel(emulation or library(x.dtype), seed)
+    kernel = _EmulatedKernel(emulation or library(x.dtype, blocks=blocks), seed)
     with (
         patch.object(small_batch, "rejection", lambda x, weight: None),
-        patch.object(small_batch, "_kernel", lambda ordinal, dtype: kernel),
+        patch.object(small_batch, "_blocks", lambda n, ordinal: blocks),
+        patch.object(small_batch, "_kernel", lambda ordinal, dtype, blocks: kernel),
     ):
         return small_batch.linear(x, weight, bias)
 

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from nvfp4_reference import all_codes, random_weight, reference_fp32
 
 from tpoverlap.quant.nvfp4 import NVFP4Tensor, concat_columns
+from tpoverlap.quant.nvfp4.small_batch import MANY_ROWS, SOME_ROWS, Blocks
 
 pytestmark = [
     pytest.mark.skipif(COMPILER is None, reason="no C++ compiler"),
@@ -24,6 +25,7 @@ pytestmark = [
 
 DTYPES = (torch.float16, torch.bfloat16)
 both_dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+eight_and_four_warps = pytest.mark.parametrize("blocks", [SOME_ROWS, MANY_ROWS], ids=str)
 
 
 def codes_times_scales(weight: NVFP4Tensor) -> torch.Tensor:
@@ -42,15 +44,17 @@ def exact(x: torch.Tensor, weight: NVFP4Tensor, bias: torch.Tensor | None) -> to
     return product if bias is None else product + bias.double()
 
 
-def error_bound(x: torch.Tensor, weight: NVFP4Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+def error_bound(
+    x: torch.Tensor, weight: NVFP4Tensor, bias: torch.Tensor | None, warps: int = SOME_ROWS.warps
+) -> torch.Tensor:
     """What FP32 sums and one rounding of the result may cost (Higham's gamma of a product's longest chain)."""
     k = weight.shape[1]
     magnitude = x.double().abs() @ codes_times_scales(weight).abs().T * weight.global_scale.double().abs()
     if bias is not None:
         magnitude += bias.double().abs()
-    # A product passes through the sums of its warp, 128 k of every 1024, and of the 8 warps; then the global scale
+    # A product passes through the sums of its warp, 128 k of every 128 * warps, and of all warps; then the global scale
     # and the bias.
-    roundings = 128 * -(-k // 1024) + 8 + 2
+    roundings = 128 * -(-k // (128 * warps)) + warps + 2
     gamma = roundings * 2.0**-24 / (1 - roundings * 2.0**-24)
     info = torch.finfo(x.dtype)
     of_sums = gamma * magnitude
@@ -108,39 +112,42 @@ sizes = {
 few_examples = settings(max_examples=100, deadline=None)
 
 
+@eight_and_four_warps
 @both_dtypes
 @few_examples
 @given(**sizes)
 def test_sums_that_fp32_holds_are_exact(
-    n: int, k: int, m: int, seed: int, per_row: bool, with_bias: bool, dtype: torch.dtype
+    n: int, k: int, m: int, seed: int, per_row: bool, with_bias: bool, dtype: torch.dtype, blocks: Blocks
 ) -> None:
     x, weight, bias = exact_problem(n, k, m, seed, dtype, per_row=per_row, with_bias=with_bias)
-    assert_equal(emulation.linear(x, weight, bias, seed=seed), exact(x, weight, bias).to(dtype))
+    assert_equal(emulation.linear(x, weight, bias, seed=seed, blocks=blocks), exact(x, weight, bias).to(dtype))
 
 
+@eight_and_four_warps
 @both_dtypes
 @few_examples
 @given(**sizes)
 def test_the_error_is_that_of_fp32_sums(
-    n: int, k: int, m: int, seed: int, per_row: bool, with_bias: bool, dtype: torch.dtype
+    n: int, k: int, m: int, seed: int, per_row: bool, with_bias: bool, dtype: torch.dtype, blocks: Blocks
 ) -> None:
     weight = random_weight(n, k, seed=seed, per_row=per_row)
     x = random_rows(m, k, seed, dtype)
     bias = random_rows(1, n, seed + 1, dtype)[0] if with_bias else None
-    error = (emulation.linear(x, weight, bias, seed=seed).double() - exact(x, weight, bias)).abs()
-    assert (error <= error_bound(x, weight, bias)).all()
+    error = (emulation.linear(x, weight, bias, seed=seed, blocks=blocks).double() - exact(x, weight, bias)).abs()
+    assert (error <= error_bound(x, weight, bias, blocks.warps)).all()
 
 
+@eight_and_four_warps
 @both_dtypes
 @pytest.mark.parametrize("k", [32, 160, 1024, 1184])
-def test_a_nan_scale_marks_its_row_wherever_it_stands(k: int, dtype: torch.dtype) -> None:
+def test_a_nan_scale_marks_its_row_wherever_it_stands(k: int, dtype: torch.dtype, blocks: Blocks) -> None:
     """Also where x is zero."""
     groups = k // 16
     weight = random_weight(groups + 1, k, seed=k)
     scales = weight.scales.view(torch.uint8)
     for group in range(groups):
         scales[group, group] = (0x7F, 0xFF)[group % 2]
-    y = emulation.linear(torch.zeros(2, k, dtype=dtype), weight)
+    y = emulation.linear(torch.zeros(2, k, dtype=dtype), weight, blocks=blocks)
     assert y[:, :groups].isnan().all()
     assert not y[:, groups:].any()
 
@@ -175,16 +182,20 @@ def test_results_beyond_the_dtype_are_infinite(dtype: torch.dtype) -> None:
     assert (want.abs() > largest).any()
 
 
+@eight_and_four_warps
 @both_dtypes
 @pytest.mark.parametrize("k", [160, 1184])
-def test_a_row_has_the_same_bits_in_any_batch_and_any_order_of_warps(k: int, dtype: torch.dtype) -> None:
+def test_a_row_has_the_same_bits_in_any_batch_and_any_order_of_warps(
+    k: int, dtype: torch.dtype, blocks: Blocks
+) -> None:
     weight = random_weight(20, k, seed=4)
     x = random_rows(8, k, 5, dtype)
-    batch = emulation.linear(x, weight)
+    linear = functools.partial(emulation.linear, weight=weight, blocks=blocks)
+    batch = linear(x)
     for row in range(8):
-        assert torch.equal(emulation.linear(x[row : row + 1], weight, seed=row), batch[row : row + 1])
+        assert torch.equal(linear(x[row : row + 1], seed=row), batch[row : row + 1])
     for rows in ([7, 2], [3, 3, 1, 0, 6], list(range(8))[::-1]):
-        assert torch.equal(emulation.linear(x[rows], weight, seed=100 + len(rows)), batch[rows])
+        assert torch.equal(linear(x[rows], seed=100 + len(rows)), batch[rows])
 
 
 @both_dtypes

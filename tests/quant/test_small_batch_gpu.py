@@ -50,6 +50,22 @@ def test_matches_fp64(n: int, k: int, m: int, dtype: torch.dtype) -> None:
     assert_close_to_fp64(small_batch.linear(x, weight, bias), x, weight, bias)
 
 
+@pytest.mark.parametrize("blocks", [small_batch.FEW_ROWS, small_batch.SOME_ROWS, small_batch.MANY_ROWS], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("n", "k"), [(100, 160), (300, 1056), (2048, 2048)])
+def test_any_blocks_match_fp64_and_give_a_row_its_bits(
+    n: int, k: int, dtype: torch.dtype, blocks: small_batch.Blocks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Small weights take the first ones alone."""
+    monkeypatch.setattr(small_batch, "_blocks", lambda n, ordinal: blocks)
+    weight = random_weight(n, k, seed=n, per_row=True).to("cuda")
+    x = random_rows(8, k, 9, dtype)
+    batch = small_batch.linear(x, weight)
+    assert_close_to_fp64(batch, x, weight)
+    for row in range(8):
+        assert torch.equal(small_batch.linear(x[row : row + 1], weight), batch[row : row + 1])
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_code_under_every_scale(dtype: torch.dtype) -> None:
     """One column of x at a time is one, so each output is one weight; NaN scales reach their rows alone."""

@@ -9,14 +9,15 @@
 // waits for another. A launch lasts a few microseconds, so fetching instructions counts: the loop holds one step, whose
 // successor is on its way in registers, and gains its bytes in flight from many warps. x stays in the L1 cache.
 //
-// Compiled with BF16 = 0 or 1 for the type of x, bias and y.
+// Compiled with BF16 = 0 or 1 for the type of x, bias and y, with WARPS of a block, and with BLOCKS_PER_SM, for which the
+// registers must suffice. Which row of W has which sums depends on WARPS alone.
 
 typedef unsigned int u32;
 
 constexpr int kTileRows = 16;       // rows of one mma
 constexpr int kTiles = 1;           // of a block
-constexpr int kWarps = 8;
-constexpr int kBlocksPerSm = 4;
+constexpr int kWarps = WARPS;
+constexpr int kBlocksPerSm = BLOCKS_PER_SM;
 constexpr int kBlockRows = kTileRows * kTiles;
 constexpr int kRowsPerThread = 2 * kTiles;
 constexpr int kMaxRows = 8;         // of x: columns of one mma

@@ -5,10 +5,12 @@ from __future__ import annotations
 import ctypes
 import functools
 import warnings
+from dataclasses import dataclass
 from importlib import resources
 
 import torch
 
+from tpoverlap.cuda.device import device_facts
 from tpoverlap.cuda.kernel import Kernel
 from tpoverlap.cuda.nvrtc import compile_cuda
 from tpoverlap.errors import TpOverlapError, UnsupportedError
@@ -17,8 +19,6 @@ from tpoverlap.quant.nvfp4.format import NVFP4Tensor
 MAX_ROWS = 8
 BLOCK_ROWS = 16
 """Rows of W that one block takes; a constant of the kernel."""
-BLOCK_THREADS = 256
-"""Threads of a block; a constant of the kernel."""
 _K_MULTIPLE = 32  # rows of the codes then start on 16 bytes
 
 
@@ -37,6 +37,31 @@ class _Arguments(ctypes.Structure):
     )
 
 
+@dataclass(frozen=True)
+class Blocks:
+    """How a launch is built. warps: of a block, which share its K. per_sm: blocks for which registers must suffice."""
+
+    warps: int
+    per_sm: int
+
+
+FEW_ROWS, SOME_ROWS, MANY_ROWS = Blocks(8, 3), Blocks(8, 4), Blocks(4, 9)
+
+
+def blocks_for(n: int, num_sms: int, capability: tuple[int, int]) -> Blocks:
+    """Blocks of which all that n rows of W need run at once, where they can; the most registers among those.
+
+    A last wave of few blocks takes as long as a full one.
+    """
+    on_fullest_sm = -(-n // (BLOCK_ROWS * num_sms))
+    if on_fullest_sm <= FEW_ROWS.per_sm:
+        return FEW_ROWS
+    # 7.5 holds 32 warps on an SM.
+    if SOME_ROWS.per_sm < on_fullest_sm <= MANY_ROWS.per_sm and capability != (7, 5):
+        return MANY_ROWS
+    return SOME_ROWS
+
+
 def rejection(x: torch.Tensor, weight: NVFP4Tensor) -> str | None:
     """Why :func:`linear` cannot compute x @ W.T for x [..., K]; None if it can. Compiles the kernel where it can."""
     n, k = weight.shape
@@ -51,11 +76,11 @@ def rejection(x: torch.Tensor, weight: NVFP4Tensor) -> str | None:
         return f"the weight is {[n, k]}, K must be a multiple of {_K_MULTIPLE} up to 2**24"
     if weight.codes.data_ptr() % 16 or weight.scales.data_ptr() % 2:
         return "codes must start on 16 bytes and scales on 2"
-    return unavailable(x.device.index, x.dtype)
+    return _unavailable(x.device.index, x.dtype, _blocks(n, x.device.index))
 
 
 @functools.cache
-def unavailable(ordinal: int, dtype: torch.dtype) -> str | None:
+def _unavailable(ordinal: int, dtype: torch.dtype, blocks: Blocks) -> str | None:
     """Why the kernel does not run on this device in this dtype; None if it does. Compiles and loads it."""
     if dtype not in (torch.float16, torch.bfloat16):
         return f"{dtype} is not supported: FP16 and BF16 are"
@@ -64,7 +89,7 @@ def unavailable(ordinal: int, dtype: torch.dtype) -> str | None:
     if capability < needed:
         return f"{dtype} needs compute capability {_dotted(needed)}, the device has {_dotted(capability)}"
     try:
-        _kernel(ordinal, dtype)
+        _kernel(ordinal, dtype, blocks)
     except TpOverlapError as error:
         warnings.warn(f"NVFP4 layers dequantize their weights for every decode step: {error}", stacklevel=2)
         return str(error)
@@ -75,8 +100,8 @@ def linear(x: torch.Tensor, weight: NVFP4Tensor, bias: torch.Tensor | None = Non
     """x @ W.T + bias for x [..., K] of at most 8 rows, FP16 or BF16, on CUDA; bias [N] in x's dtype.
 
     Products are exact and sums are FP32, so the result is at least as exact as a GEMM on the dequantized weight, but
-    not bit-identical to it. The order of the sums depends on K alone: a row gives the same bits in any batch. May be
-    captured in a CUDA graph.
+    not bit-identical to it. The order of the sums depends on N, K and the device alone: a row gives the same bits in
+    any batch. May be captured in a CUDA graph.
 
     Raises UnsupportedError with :func:`rejection`'s reason, ValueError for a bias that does not fit.
     """
@@ -100,7 +125,8 @@ def linear(x: torch.Tensor, weight: NVFP4Tensor, bias: torch.Tensor | None = Non
         m,
         weight.global_scale.ndim,
     )
-    _kernel(x.device.index, x.dtype).launch((-(-n // BLOCK_ROWS), 1, 1), arguments)
+    kernel = _kernel(x.device.index, x.dtype, _blocks(n, x.device.index))
+    kernel.launch((-(-n // BLOCK_ROWS), 1, 1), arguments)
     return y.view(*x.shape[:-1], n)
 
 
@@ -109,13 +135,28 @@ def _dotted(capability: tuple[int, int]) -> str:
 
 
 @functools.cache
-def _kernel(ordinal: int, dtype: torch.dtype) -> Kernel:
-    major, minor = torch.cuda.get_device_capability(ordinal)
-    source = resources.files(__package__).joinpath("small_batch.cu").read_text()
+def _blocks(n: int, ordinal: int) -> Blocks:
+    facts = device_facts(ordinal)
+    return blocks_for(n, facts.num_sms, facts.capability)
+
+
+@functools.cache
+def _kernel(ordinal: int, dtype: torch.dtype, blocks: Blocks) -> Kernel:
+    major, minor = device_facts(ordinal).capability
     image = compile_cuda(
-        source,
-        name="small_batch.cu",
-        arch=f"sm_{major}{minor}",
-        options=(f"-DBF16={int(dtype == torch.bfloat16)}",),
+        source(), name="small_batch.cu", arch=f"sm_{major}{minor}", options=compile_options(dtype, blocks)
     )
-    return Kernel(image, "nvfp4_small_batch", ordinal, block=BLOCK_THREADS)
+    return Kernel(image, "nvfp4_small_batch", ordinal, block=32 * blocks.warps)
+
+
+def source() -> str:
+    return resources.files(__package__).joinpath("small_batch.cu").read_text()
+
+
+def compile_options(dtype: torch.dtype, blocks: Blocks) -> tuple[str, ...]:
+    """The macros of the source."""
+    return (
+        f"-DBF16={int(dtype == torch.bfloat16)}",
+        f"-DWARPS={blocks.warps}",
+        f"-DBLOCKS_PER_SM={blocks.per_sm}",
+    )
