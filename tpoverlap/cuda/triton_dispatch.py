@@ -20,9 +20,12 @@ def triton_serves(tensor: torch.Tensor) -> bool:
 
 def on_device_of(tensor: torch.Tensor) -> AbstractContextManager[object]:
     """A context in which Triton launches on the tensor's device, which need not be the current one."""
-    if tensor.is_cuda and tensor.device.index != torch.cuda.current_device():
+    if tensor.is_cuda and tensor.get_device() != torch.cuda.current_device():
         return torch.cuda.device(tensor.device)
-    return contextlib.nullcontext()
+    return _HERE
+
+
+_HERE = contextlib.nullcontext()
 
 
 @functools.cache
