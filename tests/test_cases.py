@@ -17,6 +17,7 @@ Arrays = dict[str, torch.Tensor]
 
 
 def _equal(got: torch.Tensor, expected: torch.Tensor) -> None:
+    got = got.to(expected.device)
     if got.dtype == torch.float8_e4m3fn:
         got = got.view(torch.uint8)
     torch.testing.assert_close(got, expected, rtol=0, atol=0, equal_nan=True, check_dtype=False)
@@ -29,7 +30,7 @@ def _nvfp4(arrays: Arrays, meta: dict[str, Any]) -> Any:
     return nvfp4.NVFP4Tensor(
         codes=arrays["codes"],
         scales=arrays["scales"].view(torch.float8_e4m3fn),
-        global_scale=torch.tensor(meta["global_scale"], dtype=torch.float32),
+        global_scale=torch.tensor(meta["global_scale"], dtype=torch.float32, device=arrays["codes"].device),
         shape=(rows, 2 * half),
     )
 
@@ -59,13 +60,16 @@ def check_split(module: Any, arrays: Arrays, meta: dict[str, Any]) -> None:
 
 
 def check_attention(module: Any, arrays: Arrays, meta: dict[str, Any]) -> None:
-    cache = (arrays["q"], arrays["k_cache"], arrays["v_cache"], arrays["block_table"])
-    results = [module.paged_prefill(*cache, arrays["cu_seqlens_q"], arrays["seq_lens"], return_lse=True)]
-    if bool((arrays["cu_seqlens_q"].diff() == 1).all()):
-        results.append(module.paged_decode(*cache, arrays["seq_lens"], return_lse=True))
-    for out, lse in results:
-        torch.testing.assert_close(out, arrays["expected"], rtol=2e-5, atol=2e-5, check_dtype=False)
-        torch.testing.assert_close(lse, arrays["expected_lse"], rtol=2e-5, atol=2e-5, check_dtype=False)
+    on_gpu = arrays["q"].is_cuda
+    for dtype, tolerance in ((torch.float32, 2e-5), (torch.float16, 4e-3)) if on_gpu else ((torch.float32, 2e-5),):
+        cache = (*(arrays[k].to(dtype) for k in ("q", "k_cache", "v_cache")), arrays["block_table"])
+        results = [module.paged_prefill(*cache, arrays["cu_seqlens_q"], arrays["seq_lens"], return_lse=True)]
+        if bool((arrays["cu_seqlens_q"].diff() == 1).all()):
+            results.append(module.paged_decode(*cache, arrays["seq_lens"], return_lse=True))
+        close = {"rtol": tolerance, "atol": tolerance, "check_dtype": False}
+        for out, lse in results:
+            torch.testing.assert_close(out, arrays["expected"], **close)
+            torch.testing.assert_close(lse, arrays["expected_lse"], **close)
 
 
 def check_qsa_metadata(module: Any, arrays: Arrays, meta: dict[str, Any]) -> None:
@@ -91,7 +95,7 @@ def check_qsa_select(module: Any, arrays: Arrays, meta: dict[str, Any]) -> None:
 def check_dsa(module: Any, arrays: Arrays, meta: dict[str, Any]) -> None:
     logits, ends, starts = arrays["logits"], arrays["row_ends"], arrays.get("row_starts")
     size, repeat = meta["block_size"], meta["row_repeat"]
-    wide = torch.full((logits.shape[0], 2 * logits.shape[1]), 7.0)
+    wide = logits.new_full((logits.shape[0], 2 * logits.shape[1]), 7.0)
     wide[:, ::2] = logits
     for x in (logits.clone(), wide[:, ::2]):
         _equal(module.block_scores(x, starts, ends, size, row_repeat=repeat), arrays["expected_scores"])
@@ -113,10 +117,11 @@ KINDS: dict[str, tuple[str, Callable[[Any, Arrays, dict[str, Any]], None]]] = {
 }
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("path", CASES, ids=lambda p: p.stem)
-def test_worked_case(path: Path) -> None:
+def test_worked_case(path: Path, device: str) -> None:
     with np.load(path) as f:
         meta = json.loads(str(f["meta"]))
-        arrays = {k: torch.from_numpy(f[k]) for k in f.files if k != "meta"}
+        arrays = {k: torch.from_numpy(f[k]).to(device) for k in f.files if k != "meta"}
     module, check = KINDS[meta["kind"]]
     check(importlib.import_module(module), arrays, meta)
