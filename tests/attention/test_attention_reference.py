@@ -224,13 +224,19 @@ def test_decode_takes_one_row_a_request():
 def test_what_is_refused_is_refused_after_an_equal_call_that_was_not():
     case = make_case(1, [(2, 9), (1, 4)], q_heads=2, kv_heads=1)
     paged_prefill(*case.prefill, num_splits=1, max_query_len=2)
+    paged_prefill(*case.prefill, sliding_window=1, max_query_len=2)
     one = make_case(2, [(1, 9), (1, 3)], q_heads=2, kv_heads=1)
     paged_decode(*one.decode, num_splits=1)
+    paged_decode(*one.decode, sliding_window=1)
     for wrong in (True, 1.0):
         with pytest.raises(ValueError, match="num_splits"):
             paged_prefill(*case.prefill, num_splits=wrong, max_query_len=2)
         with pytest.raises(ValueError, match="num_splits"):
             paged_decode(*one.decode, num_splits=wrong)
+        with pytest.raises(ValueError, match="sliding_window"):
+            paged_prefill(*case.prefill, sliding_window=wrong, max_query_len=2)
+        with pytest.raises(ValueError, match="sliding_window"):
+            paged_decode(*one.decode, sliding_window=wrong)
     with pytest.raises(ValueError, match="max_query_len"):
         paged_prefill(*case.prefill, num_splits=1, max_query_len=2.0)
     with pytest.raises(ValueError, match="seq_lens must be int32"):

@@ -133,9 +133,10 @@ def paged_prefill(
         v_cache.data_ptr() % 16,
         scale,
         sliding_window,
+        type(sliding_window),  # 1.0 and True equal 1, and are refused
         softcap,
         num_splits,
-        type(num_splits),  # 1.0 and True equal 1, and are refused
+        type(num_splits),
         batch_invariant,
         return_lse,
         max_query_len,
@@ -271,9 +272,10 @@ def paged_decode(
         None if out is None else (out.shape, out.dtype, out.device, out.stride()),
         scale,
         sliding_window,
+        type(sliding_window),  # 1.0 and True equal 1, and are refused
         softcap,
         num_splits,
-        type(num_splits),  # 1.0 and True equal 1, and are refused
+        type(num_splits),
         return_lse,
         backend,
     )
