@@ -19,9 +19,10 @@ from tpoverlap.cuda.triton_available import triton_interpreted
 class FastLaunch:
     """One kernel with fixed constants, and with arguments that are always specialized alike.
 
-    The owner keeps one for each device, combination of dtypes and value of the ints that Triton specializes (those
-    not in ``do_not_specialize``). Pointers are specialized on 16-byte alignment. ``options`` are Triton's: num_warps,
-    num_stages, launch_pdl.
+    The owner keeps one for each device, combination of dtypes, value of the ints that Triton specializes and width of
+    the others (those in ``do_not_specialize``), which are int32 where they fit and int64 elsewhere: a launcher may cut
+    a wider int to the width of the first one. Pointers are specialized on 16-byte alignment. ``options`` are Triton's:
+    num_warps, num_stages, launch_pdl.
     """
 
     def __init__(self, kernel: Any, constants: dict[str, Any], **options: int | bool) -> None:

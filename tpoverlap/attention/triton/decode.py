@@ -152,6 +152,7 @@ def _prepare(
         k_cache.shape[1:],
         strides,
         table_column,
+        table_row >= 2**31,  # an int64 then
         num_splits,
         sliding_window is None,
         softcap is None,
@@ -162,7 +163,8 @@ def _prepare(
     plan = _plans.get(key)
     if plan is None:
         plan = _plans[key] = _Plan.make(q, k_cache, num_splits, sliding_window, softcap, lse, cu_seqlens_q, tiles)
-    window = 0 if sliding_window is None else sliding_window
+    # Lengths are int32, so a wider window hides no more; the launches take an int32.
+    window = 0 if sliding_window is None else min(sliding_window, 2**31 - 1)
     sizes = (window, first_row, rows, requests, columns if num_blocks else 0)
     return _Start(
         plan=plan,

@@ -1,0 +1,67 @@
+"""What a prepared decode gives its launches: arguments that are specialized alike, whatever is called."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from attention_cases import make_case
+
+pytest.importorskip("triton")
+
+from tpoverlap.attention.triton import decode as module  # noqa: E402
+
+
+class RecordedLaunch:
+    """Stands for a FastLaunch; ``calls`` are the types of all arguments of each call, by launch."""
+
+    calls: dict[RecordedLaunch, list[tuple[object, ...]]]
+
+    def __init__(self, kernel: Any, constants: dict[str, Any], **options: int | bool) -> None:
+        self.free = set(kernel.do_not_specialize)
+        self.names = [parameter.name for parameter in kernel.params]
+
+    def __call__(self, programs: int, tensors: Sequence[torch.Tensor], values: tuple[Any, ...]) -> None:
+        kinds: list[object] = [tensor.dtype for tensor in tensors]
+        for name, value in zip(self.names[len(tensors) :], values, strict=False):
+            width = (-(2**31) <= value < 2**31) if isinstance(value, int) else None
+            kinds.append((type(value), width, None if name in self.free or isinstance(value, float) else value))
+        self.calls.setdefault(self, []).append(tuple(kinds))
+
+
+def test_every_call_of_a_launch_is_specialized_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An int32 of the first call stays one: what is wider would be cut."""
+    monkeypatch.setattr(module, "FastLaunch", RecordedLaunch)
+    monkeypatch.setattr(module, "_plans", {})
+    monkeypatch.setattr(RecordedLaunch, "calls", {}, raising=False)
+    for rows in (1, 3):
+        case = make_case(rows, [(1, 40 + row) for row in range(rows)])
+        tables = [case.block_table, case.block_table.repeat(1, 2), case.block_table.t().contiguous().t()]
+        if rows == 1:
+            tables.append(case.block_table.as_strided(case.block_table.shape, (2**40, 1)))
+        for window in (None, 1, 37, 2**31 - 1, 2**31, 2**63, 2**70):
+            for softcap in (None, 5, 5.0):
+                for table in tables:
+                    for merge in (False, True):
+                        out, lse = torch.empty_like(case.q), case.q.new_empty(case.q.shape[:2])
+                        module.decode_rows(
+                            *case.decode[:3],
+                            table,
+                            None,
+                            case.seq_lens,
+                            scale=0.125,
+                            sliding_window=window,
+                            softcap=softcap,
+                            num_splits=4,
+                            out=out,
+                            lse=lse,
+                            workspace=None,
+                            merge_in_launch=merge,
+                            first_row=0,
+                            rows=rows,
+                        )
+    assert any(len(calls) > 1 for calls in RecordedLaunch.calls.values())
+    for calls in RecordedLaunch.calls.values():
+        assert len(set(calls)) == 1
