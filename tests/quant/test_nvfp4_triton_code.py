@@ -6,6 +6,7 @@ import warnings
 from pathlib import Path
 
 import pytest
+import torch
 
 from tpoverlap.quant.nvfp4.tiles import tile_for
 
@@ -14,7 +15,7 @@ triton = pytest.importorskip("triton")
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from tpoverlap.quant.nvfp4 import triton_kernels  # noqa: E402
+from tpoverlap.quant.nvfp4 import NVFP4Tensor, triton_backend, triton_kernels  # noqa: E402
 
 COMMON = {"words": "*i32", "scales": "*u8", "global_scale": "*fp32"}
 KERNELS = {
@@ -49,3 +50,31 @@ def test_stores_are_16_bytes_wide_and_products_keep_subnormals(
     assert "FMUL" in code
     assert "FMUL.FTZ" not in code
     assert not re.search(r"\b(LDL|STL)\b", code)
+
+
+def test_a_launch_counts_groups_in_integers_of_one_width(monkeypatch: pytest.MonkeyPatch) -> None:
+    """2**31 of them are counted by another launch than fewer: a launcher may cut an int64 to the int32 before it."""
+    counts: list[list[int]] = []
+
+    class Launch:
+        def __init__(self, *_: object, **__: object) -> None:
+            self.counts: list[int] = []
+            counts.append(self.counts)
+
+        def __call__(self, programs: int, tensors: tuple[torch.Tensor, ...], values: tuple[int, ...]) -> None:
+            self.counts.append(values[0])
+
+    monkeypatch.setattr(triton_backend, "FastLaunch", Launch)
+    triton_backend._row_major.cache_clear()
+    groups_per_row = 64
+    for n in (1, 2**25 - 1, 2**25, 2**26, 2):
+        k = 16 * groups_per_row
+        weight = NVFP4Tensor(
+            torch.empty(n, k // 2, dtype=torch.uint8, device="meta"),
+            torch.empty(n, groups_per_row, dtype=torch.float8_e4m3fn, device="meta"),
+            torch.empty((), device="meta"),
+            (n, k),
+        )
+        triton_backend.dequantize_into(weight, torch.empty(n, k, dtype=torch.float16, device="meta"))
+    triton_backend._row_major.cache_clear()
+    assert counts == [[64, 2**31 - 64, 128], [2**31, 2**32]]

@@ -59,12 +59,15 @@ def dequantize_into(t: NVFP4Tensor | QPN2Tensor, out: torch.Tensor, tile: Tile |
         else:
             tile = tile or tile_for("row_major", capability)
             num_groups = n * groups_per_row
-            launch = _row_major(t.device, out.dtype, groups_per_row, per_row, tile)
+            launch = _row_major(t.device, out.dtype, num_groups >= 2**31, groups_per_row, per_row, tile)
             launch(-(-num_groups // tile.groups), (words, scales, t.global_scale, out), (num_groups, groups_per_row))
 
 
 @functools.cache
-def _row_major(device: torch.device, dtype: torch.dtype, groups_per_row: int, per_row: bool, tile: Tile) -> FastLaunch:
+def _row_major(
+    device: torch.device, dtype: torch.dtype, wide: bool, groups_per_row: int, per_row: bool, tile: Tile
+) -> FastLaunch:
+    """wide: whether the number of groups is an int64."""
     from tpoverlap.quant.nvfp4.triton_kernels import dequantize_row_major
 
     return FastLaunch(dequantize_row_major, {"PER_ROW": per_row, "GROUPS": tile.groups}, num_warps=tile.num_warps)
