@@ -15,6 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
+from tpoverlap.cuda.triton_dispatch import on_device_of
 from tpoverlap.cuda.triton_launch import FastLaunch
 
 BLOCK = 64
@@ -152,25 +153,26 @@ def mix_prefill(
     q_strides, kv_strides = q.stride()[:2], (*k.stride()[:2], *v.stride()[:2])
     launches = _launches(q.device, q.dtype, q_weight.dtype, dim, query_heads // kv_heads, q_strides + kv_strides)
     scale = dim**-0.5
-    launches[0](
-        blocks,
-        (k, v, k_weight, log_decay, added),
-        (tokens, eps, scale, *kv_strides),
-        y=kv_heads,
-        z=dim // min(_SLICE, dim),
-    )
-    launches[1](
-        triton.cdiv(dim * dim, _SCAN),
-        (added, before_blocks, states, *slots, log_decay),
-        (tokens, blocks, request),
-        y=kv_heads,
-    )
-    launches[2](
-        blocks,
-        (gate, q, k, v, before_blocks, q_weight, k_weight, log_decay, out),
-        (tokens, eps, scale, *q_strides, *kv_strides),
-        y=query_heads,
-    )
+    with on_device_of(q):
+        launches[0](
+            blocks,
+            (k, v, k_weight, log_decay, added),
+            (tokens, eps, scale, *kv_strides),
+            y=kv_heads,
+            z=dim // min(_SLICE, dim),
+        )
+        launches[1](
+            triton.cdiv(dim * dim, _SCAN),
+            (added, before_blocks, states, *slots, log_decay),
+            (tokens, blocks, request),
+            y=kv_heads,
+        )
+        launches[2](
+            blocks,
+            (gate, q, k, v, before_blocks, q_weight, k_weight, log_decay, out),
+            (tokens, eps, scale, *q_strides, *kv_strides),
+            y=query_heads,
+        )
 
 
 @functools.cache
