@@ -11,7 +11,7 @@ from attention_cases import make_case
 
 pytest.importorskip("triton")
 
-from tpoverlap.attention.triton import decode as module  # noqa: E402
+from tpoverlap.attention.triton import decode as module
 
 
 class RecordedLaunch:

@@ -13,8 +13,8 @@ from tpoverlap.cuda.triton_launch import FastLaunch
 
 pytest.importorskip("triton")
 
-from triton import knobs  # noqa: E402
-from triton.compiler import compiler  # noqa: E402
+from triton import knobs
+from triton.compiler import compiler
 
 STREAM, FUNCTION, METADATA = 1234, 99, (4, 1, 2048)
 
