@@ -84,7 +84,7 @@ else:
         ids=lambda path: path.stem,
     )
     def test_worked_cases(path):
-        check_worked_case(path)
+        check_worked_case(path, "cpu")
 
     @pytest.mark.parametrize("seed", range(8))
     def test_qsa_metadata(seed):
