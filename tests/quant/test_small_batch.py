@@ -41,23 +41,31 @@ def test_cpu_inputs_are_rejected_with_the_reason() -> None:
     ],
 )
 def test_blocks_that_all_run_at_once_where_they_can(n: int, num_sms: int, blocks: Blocks) -> None:
-    assert blocks_for(n, num_sms, (9, 0)) == blocks
-    # There a block of MANY_ROWS too many would not fit.
-    assert blocks_for(n, num_sms, (7, 5)) == (SOME_ROWS if blocks == MANY_ROWS else blocks)
+    for capability in ((8, 0), (9, 0), (10, 0), (12, 0)):
+        assert blocks_for(n, num_sms, capability) == blocks
+    # There nine blocks of MANY_ROWS would not fit, or leave too few registers.
+    for capability in ((7, 5), (8, 6), (8, 7), (8, 9)):
+        assert blocks_for(n, num_sms, capability) == (SOME_ROWS if blocks == MANY_ROWS else blocks)
 
 
-# Bytes a thread may spill: four warps nine times on an SM were faster with these than eight warps four times without.
-SPILLS = {MANY_ROWS: 24}
+# Bytes a thread may spill: on 9.0 four warps nine times on an SM were faster with 16 than eight warps four times
+# without.
+SPILLS = {MANY_ROWS: 16}
+
+
+def blocks_of(capability: tuple[int, int]) -> list[Blocks]:
+    """All that some number of rows is given."""
+    return list(dict.fromkeys(blocks_for(16 * 132 * on_sm, 132, capability) for on_sm in range(1, 12)))
 
 
 @pytest.mark.parametrize(
     ("arch", "dtype", "blocks"),
-    [("sm_75", torch.float16, blocks) for blocks in (FEW_ROWS, SOME_ROWS)]
-    + [
-        (arch, dtype, blocks)
-        for arch in ("sm_80", "sm_90")
+    [
+        (f"sm_{major}{minor}", dtype, blocks)
+        for major, minor in ((7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0))
         for dtype in (torch.float16, torch.bfloat16)
-        for blocks in (FEW_ROWS, SOME_ROWS, MANY_ROWS)
+        for blocks in blocks_of((major, minor))
+        if (major, dtype) != (7, torch.bfloat16)
     ],
     ids=str,
 )

@@ -10,7 +10,7 @@
 // successor is on its way in registers, and gains its bytes in flight from many warps. x stays in the L1 cache.
 //
 // Compiled with BF16 = 0 or 1 for the type of x, bias and y, with WARPS of a block, and with BLOCKS_PER_SM, for which the
-// registers must suffice. Which row of W has which sums depends on WARPS alone.
+// registers must suffice. The order of a sum over k depends on k and WARPS alone.
 
 typedef unsigned int u32;
 

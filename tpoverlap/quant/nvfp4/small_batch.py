@@ -46,6 +46,9 @@ class Blocks:
 
 
 FEW_ROWS, SOME_ROWS, MANY_ROWS = Blocks(8, 3), Blocks(8, 4), Blocks(4, 9)
+# 7.5 holds 32 warps on an SM. Nine blocks leave a thread 56 registers: the others' loop then has 28 loads and stores of
+# spilled ones, that of 8.0, 9.0 and later 6 at most.
+_WITHOUT_MANY_ROWS = frozenset({(7, 5), (8, 6), (8, 7), (8, 9)})
 
 
 def blocks_for(n: int, num_sms: int, capability: tuple[int, int]) -> Blocks:
@@ -56,8 +59,7 @@ def blocks_for(n: int, num_sms: int, capability: tuple[int, int]) -> Blocks:
     on_fullest_sm = -(-n // (BLOCK_ROWS * num_sms))
     if on_fullest_sm <= FEW_ROWS.per_sm:
         return FEW_ROWS
-    # 7.5 holds 32 warps on an SM.
-    if SOME_ROWS.per_sm < on_fullest_sm <= MANY_ROWS.per_sm and capability != (7, 5):
+    if SOME_ROWS.per_sm < on_fullest_sm <= MANY_ROWS.per_sm and capability not in _WITHOUT_MANY_ROWS:
         return MANY_ROWS
     return SOME_ROWS
 
@@ -84,7 +86,7 @@ def _unavailable(ordinal: int, dtype: torch.dtype, blocks: Blocks) -> str | None
     """Why the kernel does not run on this device in this dtype; None if it does. Compiles and loads it."""
     if dtype not in (torch.float16, torch.bfloat16):
         return f"{dtype} is not supported: FP16 and BF16 are"
-    capability = torch.cuda.get_device_capability(ordinal)
+    capability = device_facts(ordinal).capability
     needed = (8, 0) if dtype == torch.bfloat16 else (7, 5)
     if capability < needed:
         return f"{dtype} needs compute capability {_dotted(needed)}, the device has {_dotted(capability)}"
