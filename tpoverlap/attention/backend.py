@@ -124,7 +124,7 @@ class DecodeBackend(Protocol):
         out: torch.Tensor,
         lse: torch.Tensor | None,
     ) -> PreparedDecode:
-        """A call for tensors of these shapes, strides, dtypes and device, whatever is in them.
+        """A call for tensors of these shapes, strides, dtypes and device, whatever is in them and wherever they lie.
 
         The arguments have been checked. What the call need not do again each time is done here.
         """

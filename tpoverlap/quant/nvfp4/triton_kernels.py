@@ -5,9 +5,10 @@ path: the exponent and mantissa of a small float are moved to their places in an
 by a constant, and one exact multiplication by a power of two restores it, subnormals included.
 
 The words of a program are one dimension in the order of the output, and their loads are said to be contiguous by one
-(``max_contiguous``): only so do the threads of a warp take words side by side and keep them, in every Triton. Of
-several equally contiguous dimensions 3.6 deals out the first one first and 3.9 the last, and a contiguous load is made
-by threads that take more at once and hand them on through shared memory.
+(``max_contiguous``): only so do the threads of a warp take words side by side and, for 16-bit outputs, keep them, in
+every Triton. (The 32 bytes of a word in FP32 are stored by two threads.) Of several equally contiguous dimensions 3.6
+deals out the first one first and 3.9 the last, and a contiguous load is made by threads that take more at once and hand
+them on through shared memory.
 """
 
 from __future__ import annotations
@@ -83,8 +84,8 @@ def dequantize_qpn2(  # type: ignore[no-untyped-def]
     row as take all of these share their groups.
 
     words: int32 [N / 32, groups_per_row, 32 lanes, 2]. scales: uint8 [N / 32, groups_per_row, 32]. out: [N, K]. Words
-    are numbered in the order of the output, [QPN2_ROWS, GROUPS, 2 halves], and loaded in it: nothing moves between
-    threads, and 16 groups of a row are a run of 512 bytes that a warp writes.
+    are numbered in the order of the output, [QPN2_ROWS, GROUPS, 2 halves], and loaded in it: of 16-bit outputs nothing
+    moves between threads, and 16 groups of a row are a run of 512 bytes that a warp writes.
     """
     parts: tl.constexpr = 32 // QPN2_ROWS
     first = tl.program_id(0) // parts * GROUPS
