@@ -20,6 +20,7 @@ from strided_views import spaced
 from test_cases import CASES
 from test_cases import test_worked_case as check_worked_case
 from topk_cases import check_topk
+from triton_loops import skip_without_loops
 
 from tpoverlap.attention import qsa
 
@@ -28,7 +29,8 @@ pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET") != "1":
 
     @pytest.mark.timeout(300)
-    def test_kernels_in_the_interpreter():
+    def test_kernels_in_the_interpreter(tmp_path):
+        skip_without_loops(tmp_path)
         run = subprocess.run(
             [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__],
             env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},

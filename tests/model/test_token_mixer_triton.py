@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from triton_loops import skip_without_loops
 
 HERE = Path(__file__).parent
 
@@ -29,8 +30,8 @@ def _run(**environment: str) -> int:
 
 
 @pytest.mark.timeout(220)
-def test_kernels_under_the_interpreter() -> None:
-    pytest.importorskip("triton")
+def test_kernels_under_the_interpreter(tmp_path: Path) -> None:
+    skip_without_loops(tmp_path)
     assert _run(TRITON_INTERPRET="1", OMP_NUM_THREADS="1") == 6
 
 
