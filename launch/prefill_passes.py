@@ -24,8 +24,9 @@ _BLOCK = 256
 class Pass:
     """One way of running the job on this rank, and what came of it.
 
-    prefill_runs, decode_runs: statistics, one entry a chunk and one a decode step. generated: token ids. decode_s:
-    seconds of the decode steps, the choice of the token included.
+    prefill_runs, decode_runs: statistics, one entry a chunk and one a decode step. generated: token ids. choice_s:
+    seconds that the first token's choice took after the prefill. decode_s: seconds of the decode steps, the choice of
+    the token included.
     """
 
     def __init__(
@@ -35,6 +36,7 @@ class Pass:
         self.prefill_runs: list[RunStats] = []
         self.decode_runs: list[RunStats] = []
         self.generated: list[int] = []
+        self.choice_s = 0.0
         self.decode_s = 0.0
         self._model = model
         self._tables = tables
@@ -72,8 +74,11 @@ class Pass:
         """Adds a token to ``generated``. The first comes from the prefill and is no decode step."""
         started_s = time.perf_counter()
         self.generated += self._runner.decode()
-        if len(self.generated) > 1:
-            self.decode_s += time.perf_counter() - started_s
+        seconds = time.perf_counter() - started_s
+        if len(self.generated) == 1:
+            self.choice_s = seconds
+        else:
+            self.decode_s += seconds
             self.decode_runs.append(self.executor.stats)
 
     def _forward(self, batch: Batch) -> torch.Tensor:

@@ -26,6 +26,7 @@ class RankRecord:
 
     prefill_runs: list[RunStats]
     decode_runs: list[RunStats]
+    choice_s: float
     decode_s: float
 
 
@@ -49,10 +50,15 @@ class PassReport:
         return self.prefill_tokens / self.prefill_s
 
     @property
-    def decode_rate(self) -> float | None:
-        """Tokens a second; None where fewer than two tokens were generated."""
+    def first_token_s(self) -> float | None:
+        """From the start of the prefill to the first token, without the losses; None where none was generated."""
+        return self.prefill_s + max(rank.choice_s for rank in self.ranks) if self.generated else None
+
+    @property
+    def token_s(self) -> float | None:
+        """Of each token after the first; None where there is none."""
         steps = len(self.ranks[0].decode_runs)
-        return steps / max(rank.decode_s for rank in self.ranks) if steps else None
+        return max(rank.decode_s for rank in self.ranks) / steps if steps else None
 
     @property
     def communication_s(self) -> float:
@@ -81,7 +87,7 @@ class PassReport:
 
 def collect(world: World, one: Pass) -> PassReport | None:
     """The pass's report on rank 0; None elsewhere."""
-    ranks = world.gather(RankRecord(one.prefill_runs, one.decode_runs, one.decode_s))
+    ranks = world.gather(RankRecord(one.prefill_runs, one.decode_runs, one.choice_s, one.decode_s))
     if ranks is None:
         return None
     tokens = sum(run.num_tokens for run in one.prefill_runs)
@@ -118,7 +124,9 @@ def _print_table(reports: Sequence[PassReport], served: dict[str, int], emulated
     rows = [
         (f"prefill, tokens/s{mark}", [f"{r.prefill_rate:,.1f}" for r in reports]),
         (f"prefill, s{mark}", [f"{r.prefill_s:.2f}" for r in reports]),
-        (f"decode, tokens/s{mark}", ["-" if r.decode_rate is None else f"{r.decode_rate:,.1f}" for r in reports]),
+        (f"first token, s{mark}", [_number(r.first_token_s, "{:.2f}") for r in reports]),
+        (f"decode, ms/token{mark}", [_number(r.token_s and r.token_s * 1e3, "{:,.2f}") for r in reports]),
+        (f"decode, tokens/s{mark}", [_number(r.token_s and 1 / r.token_s, "{:,.1f}") for r in reports]),
         ("perplexity", [f"{r.perplexity:.4f}" for r in reports]),
         ("reduced, MB per rank", [f"{r.reduced_bytes / 1e6:,.1f}" for r in reports]),
         (f"communication, s{mark}", [f"{r.communication_s:.2f}" for r in reports]),
@@ -137,6 +145,10 @@ def _print_table(reports: Sequence[PassReport], served: dict[str, int], emulated
         table.add_row(label, *values)
     console = Console()
     (console if console.is_terminal else Console(width=_WIDTH)).print(table)
+
+
+def _number(value: float | None, form: str) -> str:
+    return "-" if value is None else form.format(value)
 
 
 def _pieces(report: PassReport) -> str:

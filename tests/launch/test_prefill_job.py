@@ -82,6 +82,14 @@ def test_the_command_of_the_readme_runs_under_torchrun(arguments: list[str], tmp
     timed = ("prefill, tokens/s", "prefill, s", "overlapped / whole", "decode, tokens/s", "communication, s")
     for label in (*timed, "exposed communication, s"):
         assert table_row(done.stdout, f"{label} (emulated)")
+    numbers = {}
+    for label in ("prefill, s", "first token, s", "decode, ms/token", "decode, tokens/s"):
+        numbers[label] = [float(cell.replace(",", "")) for cell in table_row(done.stdout, f"{label} (emulated)")[1:]]
+        assert len(numbers[label]) == 2
+    for i in range(2):
+        assert numbers["first token, s"][i] >= numbers["prefill, s"][i]
+        # Both are rounded.
+        assert numbers["decode, ms/token"][i] * numbers["decode, tokens/s"][i] == pytest.approx(1000, rel=0.05)
     assert re.search(r"logits of 512 tokens differ from transformers' by at most .*nvfp4, tolerance 0.001", done.stdout)
     assert re.search(r"whole and overlapped: logits differ .* generated tokens are the same", done.stdout)
     assert table_row(done.stdout, "pieces of a chunk")[1:] == ["256, 88", "128+128, 88"]
@@ -179,7 +187,8 @@ def test_the_default_text_is_pythons_language_reference(arguments: list[str]) ->
     assert done.status == 0, done.err
     assert "prefill of 20 tokens" in done.out
     assert "generated" not in done.out
-    assert table_row(done.out, "decode, tokens/s")[1] == "-"
+    for label in ("first token, s", "decode, ms/token", "decode, tokens/s"):
+        assert table_row(done.out, label)[1] == "-"
 
 
 def test_more_tokens_than_the_model_has_positions_are_mentioned(arguments: list[str], tmp_path: Path) -> None:
