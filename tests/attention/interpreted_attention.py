@@ -90,6 +90,16 @@ def test_keys_before_every_window_may_be_gone(window, block_size):
     assert_close(got, solve(case, sliding_window=window), 1e-5)
 
 
+@pytest.mark.parametrize("window", [2**31 - 1, 2**31, 2**63, 2**70])
+def test_a_window_wider_than_any_length_hides_no_key(window):
+    case = make_case(13, [(1, 60), (1, 9)], q_heads=2, kv_heads=1)
+    for backend in ("triton", "triton_rows"):
+        got = paged_prefill(*case.prefill, backend=backend, sliding_window=window, return_lse=True)
+        assert_close(got, solve(case), 1e-5)
+    got = paged_decode(*case.decode, backend="triton", sliding_window=window, return_lse=True)
+    assert_close(got, solve(case), 1e-5)
+
+
 def test_lengths_may_be_strided():
     case = make_case(10, [(2, 40), (1, 20)], q_heads=2, kv_heads=1)
     for backend in ("triton", "triton_rows"):

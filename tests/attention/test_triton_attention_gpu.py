@@ -227,6 +227,7 @@ def test_one_graph_of_each_serves_all_lengths_and_inputs():
         single.seq_lens.copy_(_int32(*(gen.choice([0, 1, gen.randrange(1, longest), longest]) for _ in range(4))))
         decode_graph.replay()
         check(single, decoded)
+        assert_same(decoded, decode(single))
         new = make_case(200 + seed, [(300, longest), (200, longest), (12, longest)], **shape)
         for old, x in zip(packed.prefill, new.prefill, strict=True):
             old.copy_(x)
@@ -235,6 +236,7 @@ def test_one_graph_of_each_serves_all_lengths_and_inputs():
         packed.seq_lens.copy_(_int32(*(gen.randrange(0, longest + 1) for _ in range(3))))
         prefill_graph.replay()
         check(packed, prefilled)
+        assert_same(prefilled, prefill(packed))
 
 
 def test_streams_do_not_share_partial_buffers():

@@ -10,7 +10,7 @@ import pytest
 import torch
 from attention_cases import Case, make_case
 
-from tpoverlap.attention import turing
+from tpoverlap.attention import paged_prefill, turing
 from tpoverlap.errors import UnsupportedError
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
@@ -187,6 +187,13 @@ def test_a_graph_sees_every_changed_input(num_splits: int | None) -> None:
         lse.fill_(math.nan)
         graph.replay()
         compare((out, lse), solve(first))
+
+
+@pytest.mark.parametrize("num_splits", [None, 0, 1, 3])
+def test_the_public_call_takes_it_by_name(num_splits: int | None) -> None:
+    case = make(15, [(129, 463), (70, 300)])
+    got = paged_prefill(*case.prefill, backend="turing", num_splits=num_splits, return_lse=True)
+    assert all(torch.equal(a, b) for a, b in zip(got, run(case, num_splits or None), strict=True))
 
 
 def test_repeated_runs_give_the_same_bits() -> None:

@@ -45,6 +45,11 @@ def score_factors(scale: float, softcap: float | None) -> tuple[float, float]:
     return softcap * log2_e, 2 * log2_e * scale / softcap
 
 
+def window_of(sliding_window: int | None) -> int:
+    """The kernels' window, an int32: 0 for none. Lengths are int32 too, so what is cut off a wider one hides no key."""
+    return 0 if sliding_window is None else min(sliding_window, 2**31 - 1)
+
+
 def padded_dim(head_dim: int) -> int:
     """Width of the kernels' head tiles: a power of two that tensor cores take."""
     return max(16, 1 << (head_dim - 1).bit_length())

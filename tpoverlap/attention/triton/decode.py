@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from tpoverlap.attention.backend import PACKED_MATCHES_DECODE, PrefillRequest, PreparedDecode
-from tpoverlap.attention.triton.common import common_rejections, padded_dim, score_factors
+from tpoverlap.attention.triton.common import common_rejections, padded_dim, score_factors, window_of
 from tpoverlap.attention.triton.configs import DecodeTiles, decode_tiles
 from tpoverlap.cuda.triton_dispatch import capability_of, dependent_launch, on_device_of
 from tpoverlap.cuda.triton_launch import FastLaunch
@@ -163,9 +163,7 @@ def _prepare(
     plan = _plans.get(key)
     if plan is None:
         plan = _plans[key] = _Plan.make(q, k_cache, num_splits, sliding_window, softcap, lse, cu_seqlens_q, tiles)
-    # Lengths are int32, so a wider window hides no more; the launches take an int32.
-    window = 0 if sliding_window is None else min(sliding_window, 2**31 - 1)
-    sizes = (window, first_row, rows, requests, columns if num_blocks else 0)
+    sizes = (window_of(sliding_window), first_row, rows, requests, columns if num_blocks else 0)
     return _Start(
         plan=plan,
         device=q.get_device(),

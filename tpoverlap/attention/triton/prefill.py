@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from tpoverlap.attention.backend import PACKED_PREFILL, PrefillRequest
-from tpoverlap.attention.triton.common import common_rejections, padded_dim, score_factors
+from tpoverlap.attention.triton.common import common_rejections, padded_dim, score_factors, window_of
 from tpoverlap.attention.triton.configs import PrefillTiles, prefill_tiles
 from tpoverlap.cuda.triton_dispatch import capability_of, on_device_of
 
@@ -84,7 +84,7 @@ def launch_prefill(
             cu_seqlens_q.contiguous(),
             seq_lens.contiguous(),
             *score_factors(scale, softcap),
-            0 if sliding_window is None else sliding_window,
+            window_of(sliding_window),
             requests,
             tokens,
             columns if num_blocks else 0,
