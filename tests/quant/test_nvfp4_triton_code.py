@@ -15,7 +15,7 @@ triton = pytest.importorskip("triton")
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from tpoverlap.quant.nvfp4 import NVFP4Tensor, triton_backend, triton_kernels  # noqa: E402
+from tpoverlap.quant.nvfp4 import NVFP4Tensor, QPN2Tensor, triton_backend, triton_kernels  # noqa: E402
 
 COMMON = {"words": "*i32", "scales": "*u8", "global_scale": "*fp32"}
 KERNELS = {
@@ -78,3 +78,25 @@ def test_a_launch_counts_groups_in_integers_of_one_width(monkeypatch: pytest.Mon
         triton_backend.dequantize_into(weight, torch.empty(n, k, dtype=torch.float16, device="meta"))
     triton_backend._row_major.cache_clear()
     assert counts == [[64, 2**31 - 64, 128], [2**31, 2**32]]
+
+
+@pytest.mark.parametrize(
+    ("shape", "serves"),
+    [((32, 2**26), True), ((32, 2**26 + 16), False), ((32 * 65_535, 16), True), ((32 * 65_536, 16), False)],
+)
+def test_a_qpn2_weight_past_the_grid_or_int32_offsets_is_refused(
+    shape: tuple[int, int], serves: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    n, k = shape
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    tiles = (n // 32, k // 16, 32)
+    weight = QPN2Tensor(
+        torch.empty(*tiles, 8, dtype=torch.uint8, device="meta"),
+        torch.empty(tiles, dtype=torch.float8_e4m3fn, device="meta"),
+        torch.empty((), device="meta"),
+        shape,
+    )
+    reason = triton_backend.rejection(weight)
+    assert reason is None if serves else reason is not None and str(list(shape)) in reason
+    # The last row's last weight in a tile, and CUDA's limit of a grid.
+    assert not serves or (32 * k - 1 < 2**31 and n // 32 <= 65_535)

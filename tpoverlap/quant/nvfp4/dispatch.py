@@ -38,7 +38,7 @@ def dequantize(
     if backend not in ("auto", "torch", "triton"):
         raise ConfigError(f"backend={backend!r} is not supported: give 'auto', 'torch' or 'triton'")
     use_triton = backend == "triton" or (backend == "auto" and t.device.type == "cuda")
-    if use_triton and (reason := triton_backend.rejection(t.device)) is not None:
+    if use_triton and (reason := triton_backend.rejection(t)) is not None:
         if backend == "triton":
             raise UnsupportedError(f"backend='triton': {reason}")
         use_triton = False

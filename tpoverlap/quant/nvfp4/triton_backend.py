@@ -13,13 +13,19 @@ from tpoverlap.quant.nvfp4.format import GROUP, NVFP4Tensor
 from tpoverlap.quant.nvfp4.qpn2 import TILE_ROWS, QPN2Tensor
 from tpoverlap.quant.nvfp4.tiles import Tile, tile_for
 
+# Of QPN2 weights: tiles are the grid's second dimension, and offsets within one are int32.
+_QPN2_LIMITS = (TILE_ROWS * 65_535, 2**26)
 
-def rejection(device: torch.device) -> str | None:
-    """Why these kernels cannot run on tensors of ``device``; None if they can."""
+
+def rejection(t: NVFP4Tensor | QPN2Tensor) -> str | None:
+    """Why these kernels cannot dequantize ``t``; None if they can."""
+    device = t.device
     if not triton_installed():
         return "Triton is not installed: pip install 'tpoverlap[cuda]'"
     if device.type != "cuda" and not triton_interpreted():
         return f"Triton needs a CUDA tensor, got one on {device} (TRITON_INTERPRET=1 runs the kernels on CPU)"
+    if isinstance(t, QPN2Tensor) and (t.shape[0] > _QPN2_LIMITS[0] or t.shape[1] > _QPN2_LIMITS[1]):
+        return f"the weight is {list(t.shape)}, the kernel for QPN2 takes up to {list(_QPN2_LIMITS)}"
     return None
 
 
