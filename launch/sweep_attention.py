@@ -69,7 +69,10 @@ DECODE = {
         DecodeTiles(128, 128, 8, 2),
     ],
     256: [
+        DecodeTiles(16, 64, 4, 3),
         DecodeTiles(16, 64, 4, 4),
+        DecodeTiles(16, 64, 4, 5),
+        DecodeTiles(32, 64, 4, 2),
         DecodeTiles(32, 64, 4, 3),
         DecodeTiles(32, 64, 4, 4),
         DecodeTiles(32, 64, 8, 4),
