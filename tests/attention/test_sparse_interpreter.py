@@ -7,8 +7,6 @@ TRITON_INTERPRET this file holds one test, which runs the file again with it.
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -20,7 +18,7 @@ from strided_views import spaced
 from test_cases import CASES
 from test_cases import test_worked_case as check_worked_case
 from topk_cases import check_topk
-from triton_loops import skip_without_loops
+from triton_interpreter import run_tests, skip_without_loops
 
 from tpoverlap.attention import qsa
 
@@ -31,16 +29,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
     @pytest.mark.timeout(300)
     def test_kernels_in_the_interpreter(tmp_path):
         skip_without_loops(tmp_path)
-        run = subprocess.run(
-            [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__],
-            env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
-            cwd=Path(__file__).parents[2],
-            capture_output=True,
-            text=True,
-            timeout=280,
-        )
-        assert run.returncode == 0, run.stdout + run.stderr
-        assert " passed" in run.stdout
+        assert run_tests(Path(__file__)) > 0
 
 else:
 

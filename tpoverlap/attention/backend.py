@@ -152,17 +152,7 @@ class PreparedDecode(Protocol):
 def prepared_by(paged_decode: Callable[..., None]) -> Callable[..., PreparedDecode]:
     """The ``prepare_decode`` of a decode that has nothing to prepare."""
 
-    def prepare_decode(
-        q: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        block_table: torch.Tensor,
-        seq_lens: torch.Tensor,
-        *,
-        out: torch.Tensor,
-        lse: torch.Tensor | None,
-        **options: Any,
-    ) -> PreparedDecode:
+    def prepare_decode(*_: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None, **options: Any) -> PreparedDecode:
         def decode(
             q: torch.Tensor,
             k_cache: torch.Tensor,
