@@ -120,6 +120,12 @@ def test_any_order_of_warps_gives_the_same_bits(seed: int) -> None:
     assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_parts_of_a_single_tile_have_no_race(seed: int) -> None:
+    """The smallest case for which compute-sanitizer's racecheck has reported one: see docs/turing-prefill.md."""
+    check(make(seed, [(3, 0), (40, 70)], q_heads=2, kv_heads=2, block_size=64), splits=4, seed=seed)
+
+
 def test_entries_out_of_range_do_not_lead_out_of_bounds() -> None:
     """Results are then undefined, but every load stays inside the tables and the cache."""
     case = make(10, [(8, 40), (8, 40)])
