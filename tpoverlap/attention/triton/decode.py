@@ -172,7 +172,7 @@ def _prepare(
         floats=rows * plan.floats_a_row,
         counters=rows * k_cache.shape[2],
         decode_values=(*score_factors(scale, softcap), *sizes, num_blocks, *strides, table_row, table_column),
-        merge_programs=rows * q.shape[1] if num_splits > 1 else 0,
+        merge_programs=rows * plan.merges_a_row if num_splits > 1 else 0,
         merge_values=(*sizes, *out.stride()),
     )
 
@@ -233,6 +233,7 @@ class _Plan:
     merge: FastLaunch
     programs_a_row: int
     floats_a_row: int
+    merges_a_row: int
 
     @classmethod
     def make(
@@ -252,7 +253,7 @@ class _Plan:
         _, block_size, kv_heads, _ = k_cache.shape
         group = q_heads // kv_heads
         if tiles is None:
-            tiles = decode_tiles(capability_of(q) if q.is_cuda else None, q.dtype, head_dim)
+            tiles = decode_tiles(capability_of(q) if q.is_cuda else None, q.dtype, head_dim, num_splits)
         dim = padded_dim(head_dim)
         # Each launch is set up while the kernel before it runs: short rows take little longer than a launch.
         dependent = dependent_launch(q)
@@ -278,7 +279,7 @@ class _Plan:
                     "GROUP_PAD": max(_MIN_MMA_ROWS, group_pad),
                     "SOFTCAP": softcap is not None,
                     "MERGE": merge,
-                    "MERGE_UNROLL": _merge_unroll(group_pad * dim, tiles.num_warps),
+                    "MERGE_UNROLL": _merge_unroll(group_pad * dim, tiles.num_warps, 16),
                     "DEPENDENT": dependent,
                 },
                 num_warps=tiles.num_warps,
@@ -287,18 +288,35 @@ class _Plan:
             )
             for merge in (False, True)
         )
-        merge_constants = {**constants, "UNROLL": _merge_unroll(dim, _MERGE_WARPS), "DEPENDENT": dependent}
+        merge_dims = _merge_dims(dim, num_splits)
+        merge_constants = {
+            **constants,
+            "MERGE_DIMS": merge_dims,
+            "UNROLL": _merge_unroll(merge_dims, _MERGE_WARPS, _MERGE_REGISTERS),
+            "DEPENDENT": dependent,
+        }
         return cls(
             decode=(decode[0], decode[1]),
             merge=FastLaunch(merge_kernel, merge_constants, num_warps=_MERGE_WARPS, launch_pdl=dependent),
             programs_a_row=kv_heads * num_splits,
             floats_a_row=q_heads * num_splits * (head_dim + 2),
+            merges_a_row=q_heads * (dim // merge_dims),
         )
 
 
-def _merge_unroll(elements: int, num_warps: int) -> int:
-    """Parts that a merge loads at a time: up to 64 registers a thread of them."""
-    return max(1, min(16, 64 * 32 * num_warps // elements))
+# Registers of a thread that hold parts on their way.
+_MERGE_REGISTERS = 64
+
+
+def _merge_dims(dim: int, num_splits: int) -> int:
+    """Dimensions of a program of the separate merge: so few that all parts are loaded at a time, and a warp full."""
+    fitting = _MERGE_REGISTERS * 32 * _MERGE_WARPS // num_splits
+    return min(dim, max(32 * _MERGE_WARPS, 1 << (fitting.bit_length() - 1)))
+
+
+def _merge_unroll(elements: int, num_warps: int, most: int) -> int:
+    """Parts that a merge loads at a time."""
+    return max(1, min(most, _MERGE_REGISTERS * 32 * num_warps // elements))
 
 
 _plans: dict[tuple[Any, ...], _Plan] = {}

@@ -61,24 +61,61 @@ def _visible_range(
 
 
 @triton.jit
+def _add_parts(
+    partial,
+    state,
+    first,
+    used,
+    states,
+    shift,
+    acc,
+    total,
+    at,
+    lanes,
+    dims,
+    HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DIMS: tl.constexpr,
+    COUNT: tl.constexpr,
+):
+    """Add the parts first .. first + COUNT - 1 to the merged state; their loads are in flight together."""
+    for i in tl.static_range(COUNT):
+        split = first + i
+        live = tl.where(split < used, lanes, HEADS) < HEADS
+        part_peak = tl.load(state + split + at, mask=live, other=float("-inf"), cache_modifier=".cg")
+        part_total = tl.load(state + states + split + at, mask=live, other=0.0, cache_modifier=".cg")
+        part = tl.load(
+            partial + split * HEAD_DIM + at[:, None] * HEAD_DIM + dims[None, :],
+            mask=live[:, None] & (dims < HEAD_DIM)[None, :],
+            other=0.0,
+            cache_modifier=".cg",
+        )
+        weight = tl.exp2(part_peak - shift)
+        total = tl.fma(weight, part_total, total)
+        acc = tl.fma(tl.broadcast_to(weight[:, None], acc.shape), part, acc)
+    return acc, total
+
+
+@triton.jit
 def _merge_parts(
     partial,
     state,
     out_row,
     lse_row,
     head,
+    first_dim,
     used,
     states,
     out_head,
     out_dim,
     HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
-    DIM: tl.constexpr,
+    DIMS: tl.constexpr,
     NUM_SPLITS: tl.constexpr,
     UNROLL: tl.constexpr,
     STORE_LSE: tl.constexpr,
 ):
-    """Merge the parts of HEADS heads of a row, in the order of their keys and by explicit FMAs.
+    """Merge DIMS dimensions of HEADS heads of a row, part by part in the order of their keys and by explicit FMAs.
 
     ``state`` points to the peaks of the first head, its sums lie ``states`` further. The order makes the bits
     independent of the launch that merges; UNROLL parts are loaded at a time. Loads bypass L1, which other programs'
@@ -87,7 +124,7 @@ def _merge_parts(
     SPLITS_PAD: tl.constexpr = triton.next_power_of_2(NUM_SPLITS)
     LANES: tl.constexpr = triton.next_power_of_2(HEADS)
     lanes = tl.arange(0, LANES)
-    dims = tl.arange(0, DIM)
+    dims = first_dim + tl.arange(0, DIMS)
     splits = tl.arange(0, SPLITS_PAD)
     valid = lanes < HEADS
     inside = valid[:, None] & (dims < HEAD_DIM)[None, :]
@@ -100,23 +137,17 @@ def _merge_parts(
     )
     peak = tl.max(peaks, 1)
     shift = tl.where(peak == float("-inf"), 0.0, peak)
-    acc = tl.zeros([LANES, DIM], tl.float32)
+    acc = tl.zeros([LANES, DIMS], tl.float32)
     total = tl.zeros([LANES], tl.float32)
-    for first in tl.range(0, used, UNROLL):
-        for i in tl.static_range(UNROLL):
-            split = first + i
-            live = tl.where(split < used, lanes, HEADS) < HEADS
-            part_peak = tl.load(state + split + at, mask=live, other=float("-inf"), cache_modifier=".cg")
-            part_total = tl.load(state + states + split + at, mask=live, other=0.0, cache_modifier=".cg")
-            part = tl.load(
-                partial + split * HEAD_DIM + at[:, None] * HEAD_DIM + dims[None, :],
-                mask=live[:, None] & (dims < HEAD_DIM)[None, :],
-                other=0.0,
-                cache_modifier=".cg",
+    if UNROLL >= NUM_SPLITS:
+        acc, total = _add_parts(
+            partial, state, 0, used, states, shift, acc, total, at, lanes, dims, HEADS, HEAD_DIM, DIMS, NUM_SPLITS
+        )
+    else:
+        for first in tl.range(0, used, UNROLL):
+            acc, total = _add_parts(
+                partial, state, first, used, states, shift, acc, total, at, lanes, dims, HEADS, HEAD_DIM, DIMS, UNROLL
             )
-            weight = tl.exp2(part_peak - shift)
-            total = tl.fma(weight, part_total, total)
-            acc = tl.fma(tl.broadcast_to(weight[:, None], [LANES, DIM]), part, acc)
     result, lse = finish_rows(acc, peak, total)
     tl.store(
         out_row + (head + lanes).to(tl.int64)[:, None] * out_head + dims.to(tl.int64)[None, :] * out_dim,
@@ -190,8 +221,8 @@ def decode_kernel(
     memory once it has ended.
     """
     if DEPENDENT:
-        gdc_launch_dependents()
         gdc_wait()
+        gdc_launch_dependents()
     program = tl.program_id(0)
     kv_head = program % KV_HEADS
     split = program // KV_HEADS % NUM_SPLITS
@@ -283,6 +314,7 @@ def decode_kernel(
                 out_row,
                 lse_row,
                 head,
+                0,
                 used,
                 states,
                 out_head,
@@ -322,18 +354,20 @@ def merge_kernel(
     WINDOW: tl.constexpr,
     STORE_LSE: tl.constexpr,
     PREFILL_ROWS: tl.constexpr,
+    MERGE_DIMS: tl.constexpr,
     UNROLL: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """The merge as a launch of its own, for captured decodes. Grid (rows * q_heads); arguments as above.
+    """The merge as a launch of its own, for captured decodes. Grid (rows * q_heads * DIM // MERGE_DIMS).
 
-    Every program waits for the decode, also one with nothing to merge: what follows relies on the end of both.
+    Arguments as above. Lengths are read before the wait: the decode lets its dependents start when it has itself waited
+    for all that came before it. Every program waits for the decode, also one with nothing to merge: what follows relies
+    on the end of both.
     """
-    if DEPENDENT:
-        gdc_launch_dependents()
-        gdc_wait()
-    head = tl.program_id(0) % (KV_HEADS * GROUP)
-    local_row = tl.program_id(0) // (KV_HEADS * GROUP)
+    CHUNKS: tl.constexpr = DIM // MERGE_DIMS
+    first_dim = tl.program_id(0) % CHUNKS * MERGE_DIMS
+    head = tl.program_id(0) // CHUNKS % (KV_HEADS * GROUP)
+    local_row = tl.program_id(0) // (CHUNKS * KV_HEADS * GROUP)
     row = first_row + local_row
     _, _, _, _, used = _visible_range(
         row,
@@ -349,6 +383,9 @@ def merge_kernel(
         WINDOW,
         PREFILL_ROWS,
     )
+    if DEPENDENT:
+        gdc_wait()
+        gdc_launch_dependents()
     if used <= 1:
         return
     states = rows.to(tl.int64) * (KV_HEADS * GROUP * NUM_SPLITS)
@@ -359,13 +396,14 @@ def merge_kernel(
         out + row.to(tl.int64) * out_token,
         lse + row.to(tl.int64) * (KV_HEADS * GROUP),
         head,
+        first_dim,
         used,
         states,
         out_head,
         out_dim,
         1,
         HEAD_DIM,
-        DIM,
+        MERGE_DIMS,
         NUM_SPLITS,
         UNROLL,
         STORE_LSE,
