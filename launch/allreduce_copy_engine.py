@@ -19,7 +19,8 @@ from tpoverlap.config import HostReduceConfig
 
 PIECES: tuple[int | Literal["auto"], ...] = ("auto", 1, 2, 3, 4, 6, 8, 12, 16)
 PIECE_SIZES = (512 << 10, 1 << 20, 2 << 20, 4 << 20, 8_192_000, 16_384_000, 32 << 20, 64 << 20)
-HOST_SIZES = (1 << 20, 8_192_000, 16_384_000)
+HOST_SIZES = (1 << 20, 8_192_000, 16_384_000, 32 << 20)
+HOST_PIECES = (1, 2, 4, 8)
 # Calls whose host time is taken before the device is waited for: as in a forward pass, it lags behind.
 _CALLS = 8
 
@@ -50,6 +51,20 @@ def host_times(world: World, group: GroupCoordinator, device: torch.device, dtyp
         yield Extra(f"host time of an eager call, {size_name(num_bytes)}", Contest(arms, ratios))
 
 
+def host_times_by_pieces(world: World, device: torch.device, dtype: torch.dtype) -> Iterator[Extra]:
+    """Host time of one eager call of one operation, by the number of its pieces."""
+    groups = {
+        n: GroupCoordinator(range(world.size), world.local_rank, device, HostReduceConfig(copy_engine_pieces=n))
+        for n in HOST_PIECES
+    }
+    payload = Payload(world, dtype, 16_384_000, device)
+    arms = [_host_arm(world, group, payload, _name(n)) for n, group in groups.items()]
+    ratios = [Ratio(_name(n), _name(HOST_PIECES[0])) for n in HOST_PIECES[1:]]
+    yield Extra(f"host time of an eager call by pieces, {size_name(payload.num_bytes)}", Contest(arms, ratios))
+    for group in groups.values():
+        group.destroy()
+
+
 def _timed_arm(world: World, name: str, group: GroupCoordinator, payload: Payload) -> Arm:
     call, check = _ours(group, payload)
     meeting = torch.zeros(8, device=payload.x.device)
@@ -64,9 +79,9 @@ def _timed_arm(world: World, name: str, group: GroupCoordinator, payload: Payloa
     return Arm(name, lambda: world.on_each(check), turn)
 
 
-def _host_arm(world: World, group: GroupCoordinator, payload: Payload) -> Arm:
+def _host_arm(world: World, group: GroupCoordinator, payload: Payload, name: str = "tpoverlap") -> Arm:
     call, check = _ours(group, payload)
-    return Arm("tpoverlap", lambda: world.on_each(check), _host_turn(call, payload))
+    return Arm(name, lambda: world.on_each(check), _host_turn(call, payload))
 
 
 def _nccl_host_arm(world: World, group: GroupCoordinator, payload: Payload) -> Arm:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from allreduce_beside import beside
 from allreduce_contest import Contest, Extra, Ratio, WrongResultError
-from allreduce_copy_engine import by_pieces, host_times
+from allreduce_copy_engine import by_pieces, host_times, host_times_by_pieces
 from allreduce_cpu import Payload, calls_of_turn
 from bench_common import Arm, on_gpu
 from job_world import World
@@ -188,3 +188,33 @@ class GpuContests:
             return timed() / per_call
 
         return Arm(name, checked, turn)
+
+
+class HostContests:
+    """What an eager call costs the host, and nothing else: ranks may share a GPU, whose own times mean nothing then."""
+
+    what: ClassVar[str] = "allreduce-host"
+    subject: ClassVar[str] = "CUDA tensors"
+    notes: ClassVar[tuple[str, ...]] = (
+        "Host time alone, from a call to its return: 8 calls in a row behind a barrier, of which a turn's time is the "
+        "median. Where there are fewer GPUs than ranks, ranks share one and NCCL, which does not, is left out. What an "
+        "all-reduce takes the GPU and the link is in the records of allreduce-gpu.",
+        "Every result was checked on every rank, bit for bit against the sum in rank order, before it was timed.",
+    )
+
+    def __init__(self, world: World, dtype: torch.dtype) -> None:
+        self._device = torch.device("cuda", world.local_rank % torch.cuda.device_count())
+        torch.cuda.set_device(self._device)
+        self._world = world
+        self._dtype = dtype
+        self._group = GroupCoordinator(range(world.size), world.local_rank, self._device, unique_name="bench_allreduce")
+
+    def contest(self, num_bytes: int) -> Contest:
+        raise AssertionError("host times are all extras")
+
+    def extras(self) -> Iterator[Extra]:
+        yield from host_times(self._world, self._group, self._device, self._dtype)
+        yield from host_times_by_pieces(self._world, self._device, self._dtype)
+
+    def close(self) -> None:
+        self._group.destroy()

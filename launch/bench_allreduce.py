@@ -7,7 +7,8 @@ All arms run in the same processes, in turn. A turn begins at a barrier with an 
 time is that of one call (several back to back where the payload is small) on the slowest rank. On CPU tensors the
 peer is gloo; "copy + add" is what a rank's memory takes to copy the payload once and to add it once, with no waiting.
 On CUDA tensors it is NCCL, eager and in graphs, where each rank has a GPU of its own; say NCCL_P2P_DISABLE=1 to see
-the machines that this is for.
+the machines that this is for. ``--parts host`` times only what an eager call costs the host, which ranks that share a
+GPU can tell, too.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ class Options:
     sizes: tuple[int, ...]
     ranks: tuple[int, ...]
     device: str
+    parts: str
     dtype: str
     repetitions: int
     warmup: int
@@ -57,7 +59,7 @@ class Options:
 def main() -> int:
     """Returns the exit status: 1 for an error, a wrong result or, with --gates, a goal that was not reached."""
     options = parse_options()
-    kind = contests_of(options.device)
+    kind = contests_of(options.device, options.parts)
     try:
         if options.plot:
             require_packages("matplotlib")
@@ -72,12 +74,12 @@ def main() -> int:
         return 1
 
 
-def contests_of(device: str) -> type[Contests]:
+def contests_of(device: str, parts: str = "all") -> type[Contests]:
     if device == "cpu":
         return CpuContests
-    from allreduce_gpu import GpuContests
+    from allreduce_gpu import GpuContests, HostContests
 
-    return GpuContests
+    return HostContests if parts == "host" else GpuContests
 
 
 def measure(options: Options, kind: type[Contests]) -> list[ExtraMeasurement]:
@@ -140,6 +142,7 @@ def parse_options(arguments: Sequence[str] | None = None) -> Options:
     )
     add = parser.add_argument
     add("--device", choices=("cpu", "cuda"), default="cpu", help="where the tensors lie (default: cpu)")
+    add("--parts", choices=("all", "host"), default="all", help="host: a call's host time alone (cuda; default: all)")
     sizes_help = f"payloads of a rank (default: {SIZES}; cuda: {GPU_SIZES})"
     add("--sizes", nargs="+", metavar="SIZE", help=sizes_help)
     add("--ranks", nargs="+", type=int, metavar="N", help="how many to start (default: 2 4 8; cuda: 2)")
@@ -155,6 +158,10 @@ def parse_options(arguments: Sequence[str] | None = None) -> Options:
         parser.error("--ranks starts ranks, and torchrun has started them already: give one of both")
     if given.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda needs a GPU, and torch sees none here")
+    if given.parts == "host" and given.device != "cuda":
+        parser.error("--parts host needs --device cuda: a call of CPU tensors is the host's from beginning to end")
+    if given.parts == "host" and (given.sizes or given.plot):
+        parser.error("--parts host has payloads of its own and nothing to draw: leave --sizes and --plot away")
     ranks = () if under_torchrun else tuple(given.ranks or ((2,) if given.device == "cuda" else (2, 4, 8)))
     if not all(2 <= n <= 8 for n in ranks):
         parser.error(f"--ranks {' '.join(map(str, ranks))} is not supported: give numbers from 2 to 8")
@@ -168,12 +175,22 @@ def parse_options(arguments: Sequence[str] | None = None) -> Options:
     if given.plot is not None and given.plot.suffix not in PLOT_FORMATS:
         parser.error(f"--plot {given.plot} is not supported: give a name that ends with {', '.join(PLOT_FORMATS)}")
     try:
-        texts = given.sizes or (GPU_SIZES if given.device == "cuda" else SIZES).split()
+        default = "" if given.parts == "host" else GPU_SIZES if given.device == "cuda" else SIZES
+        texts = given.sizes or default.split()
         sizes = tuple(parse_size(text, DTYPES[given.dtype].itemsize) for text in texts)
     except ValueError as error:
         parser.error(str(error))
     return Options(
-        sizes, ranks, given.device, given.dtype, given.repetitions, given.warmup, given.json, given.plot, given.gates
+        sizes,
+        ranks,
+        given.device,
+        given.parts,
+        given.dtype,
+        given.repetitions,
+        given.warmup,
+        given.json,
+        given.plot,
+        given.gates,
     )
 
 

@@ -44,6 +44,7 @@ def test_other_sizes_are_refused(text: str) -> None:
         (["--ranks", "2", "9"], "numbers from 2 to 8"),
         (["--sizes", "7"], "multiple of 4"),
         (["--repetitions", "0"], "at least 1"),
+        (["--parts", "host"], "needs --device cuda"),
         (["--plot", "plot.doc"], "ends with .png"),
         (["--json", "/nowhere/at/all.json"], "does not exist"),
     ],
@@ -52,6 +53,16 @@ def test_bad_options_are_refused(arguments: list[str], message: str, capsys: pyt
     with pytest.raises(SystemExit, match="2"):
         parse_options(arguments)
     assert message in capsys.readouterr().err
+
+
+def test_host_times_have_payloads_of_their_own(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert parse_options(["--device", "cuda", "--parts", "host"]).sizes == ()
+    with pytest.raises(SystemExit):
+        parse_options(["--device", "cuda", "--parts", "host", "--sizes", "1MiB"])
+    assert "leave --sizes" in capsys.readouterr().err
 
 
 def test_ranks_are_started_by_torchrun_or_here_but_not_by_both(
