@@ -24,6 +24,7 @@ from tpoverlap.microbatch.thread_state import ThreadState
 from tpoverlap.microbatch.worker import Worker
 
 T = TypeVar("T")
+_UNWATCHED = nullcontext()
 
 
 class PieceStopped(BaseException):
@@ -57,6 +58,8 @@ class SplitRun:
         self._state = ThreadState.of_this_thread()
         # A piece's turn: its queue gets an item when the turn comes to it.
         self._turns: list[SimpleQueue[None]] = [SimpleQueue() for _ in workers]
+        # Behind piece k: the others in their order, then itself.
+        self._after = [(*range(k + 1, len(workers)), *range(k + 1)) for k in range(len(workers))]
         self._finished = [False] * len(workers)
         self._counts = [0] * len(workers)
         self._outputs: list[Any] = [None] * len(workers)
@@ -135,8 +138,7 @@ class SplitRun:
             self._handed_over_s = None
 
     def _pass_turn(self, k: int) -> None:
-        count = len(self._workers)
-        for q in ((k + i) % count for i in range(1, count + 1)):
+        for q in self._after[k]:
             if not self._finished[q]:
                 self._handed_over_s = time.perf_counter() if q != k else None
                 self._turns[q].put(None)
@@ -155,8 +157,8 @@ class SplitRun:
 
     def collective(self, k: int, name: str, inputs: Sequence[torch.Tensor], launch: Callable[[], T]) -> T:
         index = self._counts[k]
-        ended = next((q for q, done in enumerate(self._finished) if done), None)
-        if ended is not None:
+        if any(self._finished):
+            ended = self._finished.index(True)
             raise PieceMismatchError(
                 f"piece {ended} ended after {self._counts[ended]} collectives, piece {k} calls number {index + 1} "
                 f"({name}): every piece must make the same collectives"
@@ -224,7 +226,7 @@ class _PieceScheduler:
     def run_forward(self, forward: Forward) -> Output:
         self._resume()
         try:
-            with self._watch.watching() if self._watch else nullcontext():
+            with self._watch.watching() if self._watch else _UNWATCHED:
                 output = forward(self._piece)
         except BaseException as e:
             self._suspend(e)
@@ -234,7 +236,7 @@ class _PieceScheduler:
 
     def run(self, name: str, inputs: Sequence[torch.Tensor], launch: Callable[[], T]) -> T:
         self._suspend()
-        with self._watch.collective_of_the_group() if self._watch else nullcontext():
+        with self._watch.collective_of_the_group() if self._watch else _UNWATCHED:
             result = self._run.collective(self._k, name, inputs, launch)
         self._resume()
         return result
