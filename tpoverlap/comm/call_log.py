@@ -5,6 +5,8 @@ Only a rank itself writes its part. A call counts for the others once its descri
 
 from __future__ import annotations
 
+import functools
+import struct
 import time
 from collections.abc import Callable
 
@@ -20,24 +22,25 @@ class CallLog:
         self._layout = layout
         self._rank = rank
         self._peers = [q for q in range(layout.world_size) if q != rank]
+        # Every call comes here twice: its places in the segment are worked out once.
         self._started_at, self._call_at, self._finished_at = (
             at // 8 for at in (layout.started_ns(rank), layout.call(rank), layout.finished_call(rank))
         )
+        self._calls_at = [layout.call(q) // 8 for q in range(layout.world_size)]
+        self._lines_at = [layout.descriptor(q, 0) for q in range(layout.world_size)]
         self.number = 0
         self._compared = [0] * layout.world_size
 
     # This rank's calls
 
     def begin(self, operation: str) -> None:
-        self.number += 1
-        text = operation.encode()[:DESCRIPTOR_TEXT_BYTES]
-        at = self._layout.descriptor(self._rank, self.number)
+        number = self.number = self.number + 1
+        at = self._lines_at[self._rank] + number % NUM_DESCRIPTORS * LINE
         segment, quads = self._segment, self._segment.quads
         quads[at // 8] = 0
-        segment.words[at // 4 + 2] = len(text)
-        segment.bytes[at + 12 : at + 12 + len(text)] = text
-        quads[at // 8] = self.number
-        quads[self._call_at] = self.number
+        segment.bytes[at + 8 : at + LINE] = _behind_number(operation)
+        quads[at // 8] = number
+        quads[self._call_at] = number
         quads[self._started_at] = time.monotonic_ns()
 
     def restart_clock(self) -> None:
@@ -89,17 +92,18 @@ class CallLog:
 
     def next_difference(self) -> tuple[int, str] | None:
         """The first call not yet compared here in which a peer differs: the peer, and how."""
-        data, quads, layout = self._segment.bytes, self._segment.quads, self._layout
+        data, quads, lines_at, compared = self._segment.bytes, self._segment.quads, self._lines_at, self._compared
         for q in self._peers:
-            last = min(quads[self._call_at], quads[layout.call(q) // 8])
+            last = min(quads[self._call_at], quads[self._calls_at[q]])
             # A peer so far ahead that it has reused a descriptor's line cannot be compared there any more.
-            for call in range(max(self._compared[q], last - NUM_DESCRIPTORS) + 1, last + 1):
-                mine, theirs = layout.descriptor(self._rank, call), layout.descriptor(q, call)
+            for call in range(max(compared[q], last - NUM_DESCRIPTORS) + 1, last + 1):
+                at = call % NUM_DESCRIPTORS * LINE
+                mine, theirs = lines_at[self._rank] + at, lines_at[q] + at
                 if data[mine : mine + LINE] != data[theirs : theirs + LINE]:
                     difference = self._difference(q, call)
                     if difference:
                         return q, difference
-            self._compared[q] = last
+            compared[q] = last
         return None
 
     def _before(self, at: Callable[[int], int]) -> list[int]:
@@ -120,3 +124,10 @@ class CallLog:
             return None
         text = bytes(segment.bytes[at + 12 : at + 12 + min(segment.words[at // 4 + 2], DESCRIPTOR_TEXT_BYTES)])
         return text.decode(errors="replace") if segment.quads[at // 8] == call else None
+
+
+@functools.lru_cache(maxsize=1024)
+def _behind_number(operation: str) -> bytes:
+    """What a descriptor's line holds behind the call's number: the text's length and the text."""
+    text = operation.encode()[:DESCRIPTOR_TEXT_BYTES]
+    return struct.pack(f"=I{DESCRIPTOR_TEXT_BYTES}s", len(text), text)

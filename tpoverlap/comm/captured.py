@@ -68,7 +68,7 @@ class CapturedCopyEngineProvider:
     def _transfer(self, description: str, source: torch.Tensor, rows: torch.Tensor) -> None:
         calls, region = self._segment.calls, self.region
         with self._segment.call(description):
-            down, up, event = self._segment.begin(), self._segment.up, self._segment.event
+            down, up, event = self._segment.begin(capturing=True), self._segment.up, self._segment.event
             calls.order(up, event, down)
             calls.write(up, region.busy_address, 1)
             num_bytes = source.numel() * source.element_size()

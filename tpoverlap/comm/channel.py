@@ -34,6 +34,19 @@ _DESTROY_PATIENCE_S = 2.0
 _open_channels: weakref.WeakSet[Channel] = weakref.WeakSet()
 
 
+class _Process:
+    """pid: of this process. A fork notes its own, so that no call has to ask the system."""
+
+    pid = os.getpid()
+
+    @classmethod
+    def forked(cls) -> None:
+        cls.pid = os.getpid()
+
+
+os.register_at_fork(after_in_child=_Process.forked)
+
+
 class Channel:
     """Opened by all ranks of a group together; ChannelError on all of them when it cannot be.
 
@@ -58,7 +71,7 @@ class Channel:
         self.rank = rank
         self.layout = layout
         self.timeout_s = timeout_s
-        self._pid = os.getpid()
+        self._pid = _Process.pid
         # Taken by setdefault and freed by pop, one step each: no interrupt leaves a group that nobody uses taken.
         self._user: dict[str, int] = {}
         self._inside_call = False
@@ -102,14 +115,14 @@ class Channel:
         """Raises ChannelError in a forked child, and once the group is destroyed."""
         if self._destroyed:
             raise ChannelError(f"group {self.name!r} is destroyed: make a new one")
-        if os.getpid() != self._pid:
+        if _Process.pid != self._pid:
             raise ChannelError(
-                f"group {self.name!r} belongs to process {self._pid}, not to its fork {os.getpid()}: "
+                f"group {self.name!r} belongs to process {self._pid}, not to its fork {_Process.pid}: "
                 "make the group after the fork"
             )
 
     def call(self, operation: str, on_device: bool = False) -> CallContext:
-        """A context for one call, which ``operation`` describes ("name dtype bytes mode").
+        """A context for one call, or one after the other, which ``operation`` describes ("name dtype bytes mode").
 
         on_device: the call only queues its operation. Entering raises the group's failure if it has one, and
         ChannelError when another thread, a forked child or a destroyed group is at work. An exception inside, such as
@@ -190,7 +203,7 @@ class Channel:
     def compare_calls(self) -> None:
         """Finds what the watcher has not come to yet: a peer in another call, whose data a device may have read."""
         with self._resetting_lock:
-            if not (self._destroyed or self._resetting or self._record.present) and os.getpid() == self._pid:
+            if not (self._destroyed or self._resetting or self._record.present) and _Process.pid == self._pid:
                 difference = self._log.next_difference()
                 if difference:
                     self.fail(FailureKind.MISMATCH, *difference)
@@ -222,7 +235,7 @@ class Channel:
         raised: this rank's caller gets an exception anyway.
         """
         with self._resetting_lock:  # not while a destroy frees the segment
-            if self._destroyed or os.getpid() != self._pid:
+            if self._destroyed or _Process.pid != self._pid:
                 return
             self._delivered = self._delivered or raised
             self.fail(FailureKind.ABORTED, self.rank, f"rank {self.rank} aborted ({why})")
@@ -274,7 +287,7 @@ class Channel:
             return
         with self._resetting_lock:
             self._destroyed = True
-        if os.getpid() != self._pid:
+        if _Process.pid != self._pid:
             return
         if self._used_elsewhere():
             # The other thread's call must end before its memory goes.

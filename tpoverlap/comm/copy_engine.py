@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import torch
 
+from tpoverlap.comm.channel import CallContext
 from tpoverlap.comm.cpu import REDUCED_DTYPES, sum_in_rank_order
 from tpoverlap.comm.device_region import CopyRegion
 from tpoverlap.comm.gpu import GpuSegment
@@ -54,7 +55,7 @@ class _Chunk:
 class _Plan:
     """How an all-reduce of one size runs."""
 
-    description: str
+    call: CallContext
     chunks: list[_Chunk]
 
 
@@ -100,19 +101,20 @@ class CopyEngineProvider:
         return None
 
     def all_reduce(self, x: torch.Tensor, out: torch.Tensor) -> Completion | None:
+        self._segment.require_current()
         source = x if x.is_contiguous() else x.contiguous()
-        plan = self._plan(x.dtype, x.numel())
-        if self._world_size == 2 and out.is_contiguous() and out.data_ptr() != x.data_ptr():
-            with self._segment.call(plan.description):
-                self._exchange(source, out, plan.chunks)
+        plan = self._plans.get((x.dtype, x.numel())) or self._plan(x.dtype, x.numel())
+        if self._world_size == 2 and out.is_contiguous() and (target_address := out.data_ptr()) != x.data_ptr():
+            with plan.call:
+                self._exchange(source.data_ptr(), target_address, plan.chunks)
             return functools.partial(torch.add, *self._by_rank(x, out), out=out)
         target = out if out.is_contiguous() else torch.empty_like(source)
-        with self._segment.call(plan.description):
+        with plan.call:
             if self._world_size == 2:
                 received = torch.empty_like(source)
-                self._exchange(source, received, plan.chunks)
+                self._exchange(source.data_ptr(), received.data_ptr(), plan.chunks)
                 torch.add(*self._by_rank(source, received), out=target)
-            elif source.numel():
+            else:
                 flat, flat_target = source.view(-1), target.view(-1)
                 for chunk in plan.chunks:
                     self._two_shots(flat[chunk.elements], flat_target[chunk.elements])
@@ -183,32 +185,32 @@ class CopyEngineProvider:
     # Parts
 
     def _plan(self, dtype: torch.dtype, num_elements: int) -> _Plan:
-        """What an all-reduce of that size does; kept, since making it costs as much host time as its copies."""
-        plan = self._plans.get((dtype, num_elements))
-        if plan is None:
-            if len(self._plans) >= _MAX_PLANS:
-                self._plans.clear()
-            item = dtype.itemsize
-            chunks = [
-                _Chunk(slice(b // item, (b + size) // item), b, [(r.start, len(r)) for r in self._pieces(size) if r])
-                for b, size in self._chunks(num_elements * item, 1)
-            ]
-            description = describe("all_reduce", torch.empty(num_elements, dtype=dtype, device="meta"), self.name)
-            plan = self._plans[dtype, num_elements] = _Plan(description, chunks)
+        """Makes and keeps what an all-reduce of that size does: making it costs as much host time as its copies. No
+        chunks: the payload is empty."""
+        if len(self._plans) >= _MAX_PLANS:
+            self._plans.clear()
+        item = dtype.itemsize
+        chunks = [
+            _Chunk(slice(b // item, (b + size) // item), b, [(r.start, len(r)) for r in self._pieces(size) if r])
+            for b, size in self._chunks(num_elements * item, 1)
+            if size
+        ]
+        description = describe("all_reduce", torch.empty(num_elements, dtype=dtype, device="meta"), self.name)
+        plan = self._plans[dtype, num_elements] = _Plan(self._segment.prepared_call(description), chunks)
         return plan
 
-    def _exchange(self, x: torch.Tensor, received: torch.Tensor, chunks: list[_Chunk]) -> None:
-        """Two ranks: each reads the other's payload. The steps of ``one_shot``, with no detour: every microsecond of
-        host time here is one by which the next layer's compute starts later. The uploads of a chunk do not wait for
-        the downloads of the one before, but for the peer to have read its slot."""
-        if not x.numel():
+    def _exchange(self, source: int, target: int, chunks: list[_Chunk]) -> None:
+        """Two ranks: each reads the other's payload, from the address ``source`` to ``target``. The steps of
+        ``one_shot``, with no detour: every microsecond of host time here is one by which the next layer's compute
+        starts later. The uploads of a chunk do not wait for the downloads of the one before, but for the peer to have
+        read its slot."""
+        if not chunks:
             return  # nothing to publish, and a peer that waits for nothing cannot be missed
         segment, calls, region, rank = self._segment, self._calls, self.region, self._rank
         down, up, event = segment.begin(), segment.up, segment.event
         own_slots, peer_slots = self._slots[rank], self._slots[1 - rank]
         published, theirs = region.published_address[rank], region.published_address[1 - rank]
         consumed, theirs_consumed = region.consumed_address[rank], region.consumed_address[1 - rank]
-        source, target = x.data_ptr(), received.data_ptr()
         calls.order(up, event, down)
         for chunk in chunks:
             number, base, slot = region.next_operation(len(chunk.pieces), NUM_SLOTS)

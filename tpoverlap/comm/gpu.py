@@ -53,23 +53,31 @@ class GpuSegment:
     def call(self, operation: str) -> CallContext:
         """A call of the channel (:meth:`Channel.call`) that queues its operation on this device.
 
-        Raises UnsupportedError unless the device is the calling thread's current one: streams are of one context.
+        Raises UnsupportedError as :meth:`require_current` does.
         """
+        self.require_current()
+        return self.prepared_call(operation)
+
+    def prepared_call(self, operation: str) -> CallContext:
+        """As :meth:`call`, to be entered again and again; before each time ask :meth:`require_current`."""
+        return self.channel.call(operation, on_device=True)
+
+    def require_current(self) -> None:
+        """Raises UnsupportedError unless the device is the calling thread's current one: streams are of one context."""
         current = torch.cuda.current_device()
         if current != self._ordinal:
             raise UnsupportedError(
                 f"the current device is cuda:{current}, this group's is cuda:{self._ordinal}: call "
                 f"torch.cuda.set_device({self._ordinal}), or use torch.cuda.device around the call"
             )
-        return self.channel.call(operation, on_device=True)
 
-    def begin(self) -> Any:
+    def begin(self, capturing: bool = False) -> Any:
         """The driver's handle of the current stream, ordered behind the group's last eager call.
 
-        Under capture there is no such order: replays against eager calls are the caller's to order.
+        capturing: that stream is; then there is no such order: replays against eager calls are the caller's to order.
         """
         current = self.calls.current(self._ordinal)
-        if torch.cuda.is_current_stream_capturing():
+        if capturing:
             return current
         if self._last is not None and self._last is not current:
             self.calls.order(current, self._last_event, self._last)

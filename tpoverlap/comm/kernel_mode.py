@@ -79,7 +79,7 @@ class KernelProvider:
 
     def all_reduce(self, x: torch.Tensor, out: torch.Tensor) -> None:
         with self._segment.call(describe("all_reduce", x, self.name)):
-            self._segment.begin()
+            self._segment.begin(torch.cuda.is_current_stream_capturing())
             source = x.contiguous()
             target = out if out.is_contiguous() else torch.empty_like(source)
             arguments = self._arguments
