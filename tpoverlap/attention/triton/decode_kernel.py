@@ -63,11 +63,10 @@ def _visible_range(
 @triton.jit
 def _add_parts(
     partial,
-    state,
     first,
     used,
-    states,
-    shift,
+    weights,
+    totals,
     acc,
     total,
     at,
@@ -75,24 +74,24 @@ def _add_parts(
     dims,
     HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
-    DIMS: tl.constexpr,
     COUNT: tl.constexpr,
 ):
     """Add the parts first .. first + COUNT - 1 to the merged state; their loads are in flight together."""
+    LANES: tl.constexpr = lanes.shape[0]
     for i in tl.static_range(COUNT):
         split = first + i
         live = tl.where(split < used, lanes, HEADS) < HEADS
-        part_peak = tl.load(state + split + at, mask=live, other=float("-inf"), cache_modifier=".cg")
-        part_total = tl.load(state + states + split + at, mask=live, other=0.0, cache_modifier=".cg")
         part = tl.load(
             partial + split * HEAD_DIM + at[:, None] * HEAD_DIM + dims[None, :],
             mask=live[:, None] & (dims < HEAD_DIM)[None, :],
             other=0.0,
             cache_modifier=".cg",
         )
-        weight = tl.exp2(part_peak - shift)
-        total = tl.fma(weight, part_total, total)
-        acc = tl.fma(tl.broadcast_to(weight[:, None], acc.shape), part, acc)
+        # Gathered as vectors: as a column a weight would go through shared memory to reach its rows.
+        column = tl.zeros([LANES, 1], tl.int32) + split
+        weight = tl.reshape(tl.gather(weights, column, 1), [LANES])
+        total = tl.fma(weight, tl.reshape(tl.gather(totals, column, 1), [LANES]), total)
+        acc = tl.fma(tl.broadcast_to(weight[:, None], part.shape), part, acc)
     return acc, total
 
 
@@ -135,18 +134,24 @@ def _merge_parts(
         other=float("-inf"),
         cache_modifier=".cg",
     )
+    totals = tl.load(
+        state + states + at[:, None] + splits[None, :],
+        mask=valid[:, None] & (splits < used)[None, :],
+        other=0.0,
+        cache_modifier=".cg",
+    )
     peak = tl.max(peaks, 1)
-    shift = tl.where(peak == float("-inf"), 0.0, peak)
+    weights = tl.exp2(peaks - tl.where(peak == float("-inf"), 0.0, peak)[:, None])
     acc = tl.zeros([LANES, DIMS], tl.float32)
     total = tl.zeros([LANES], tl.float32)
     if UNROLL >= NUM_SPLITS:
         acc, total = _add_parts(
-            partial, state, 0, used, states, shift, acc, total, at, lanes, dims, HEADS, HEAD_DIM, DIMS, NUM_SPLITS
+            partial, 0, used, weights, totals, acc, total, at, lanes, dims, HEADS, HEAD_DIM, NUM_SPLITS
         )
     else:
         for first in tl.range(0, used, UNROLL):
             acc, total = _add_parts(
-                partial, state, first, used, states, shift, acc, total, at, lanes, dims, HEADS, HEAD_DIM, DIMS, UNROLL
+                partial, first, used, weights, totals, acc, total, at, lanes, dims, HEADS, HEAD_DIM, UNROLL
             )
     result, lse = finish_rows(acc, peak, total)
     tl.store(
