@@ -50,46 +50,45 @@ PREFILL = {
 PREFILL_SHAPES = ((8192, 8192), (2048, 34816))
 DECODE = {
     64: [
-        DecodeTiles(32, 64, 4, 3),
+        DecodeTiles(16, 64, 1, 3),
+        DecodeTiles(32, 64, 1, 3),
+        DecodeTiles(32, 64, 2, 3),
         DecodeTiles(64, 64, 4, 2),
         DecodeTiles(64, 64, 4, 3),
-        DecodeTiles(64, 64, 4, 4),
-        DecodeTiles(128, 128, 4, 2),
     ],
     128: [
+        DecodeTiles(16, 64, 1, 3),
+        DecodeTiles(16, 64, 1, 4),
+        DecodeTiles(16, 64, 2, 3),
+        DecodeTiles(32, 64, 1, 2),
         DecodeTiles(32, 64, 2, 4),
         DecodeTiles(32, 64, 4, 3),
-        DecodeTiles(32, 64, 4, 4),
-        DecodeTiles(32, 64, 4, 5),
         DecodeTiles(64, 64, 4, 2),
         DecodeTiles(64, 64, 4, 3),
-        DecodeTiles(64, 64, 4, 4),
-        DecodeTiles(64, 64, 8, 3),
-        DecodeTiles(64, 512, 4, 3),
         DecodeTiles(128, 128, 8, 2),
     ],
     256: [
+        DecodeTiles(16, 64, 1, 2),
+        DecodeTiles(16, 64, 1, 3),
+        DecodeTiles(16, 64, 1, 4),
+        DecodeTiles(16, 64, 2, 3),
         DecodeTiles(16, 64, 4, 3),
-        DecodeTiles(16, 64, 4, 4),
-        DecodeTiles(16, 64, 4, 5),
-        DecodeTiles(32, 64, 4, 2),
         DecodeTiles(32, 64, 4, 3),
         DecodeTiles(32, 64, 4, 4),
-        DecodeTiles(32, 64, 8, 4),
-        DecodeTiles(64, 64, 4, 2),
         DecodeTiles(64, 64, 8, 2),
-        DecodeTiles(64, 64, 8, 3),
     ],
 }
-# Requests, keys, query and KV heads.
+# Requests, keys, query and KV heads, splits.
 DECODE_SHAPES = (
-    (16, 8192, 12, 2),
-    (64, 2048, 16, 2),
-    (64, 2048, 64, 8),
-    (4, 32768, 12, 2),
-    (4, 32768, 64, 8),
-    (1, 8192, 16, 16),
-    (1, 512, 16, 16),
+    (16, 8192, 12, 2, 16),
+    (64, 2048, 16, 2, 16),
+    (64, 2048, 64, 8, 16),
+    (4, 32768, 12, 2, 64),
+    (4, 32768, 64, 8, 16),
+    (1, 131072, 12, 2, 128),
+    (1, 131072, 64, 8, 128),
+    (1, 8192, 16, 16, 16),
+    (1, 512, 16, 16, 16),
 )
 
 
@@ -111,9 +110,14 @@ def main() -> None:
         for n, keys in PREFILL_SHAPES
     ]
     tables += [
-        sweep(Shape(rows, 1, keys, q_heads, kv_heads, d), [t for t in tiles if (d, t) not in refused], args.repetitions)
+        sweep(
+            Shape(rows, 1, keys, q_heads, kv_heads, d),
+            [t for t in tiles if (d, t) not in refused],
+            args.repetitions,
+            num_splits,
+        )
         for d, tiles in decode.items()
-        for rows, keys, q_heads, kv_heads in DECODE_SHAPES
+        for rows, keys, q_heads, kv_heads, num_splits in DECODE_SHAPES
     ]
     notes = [f"Refused, head_dim {d}, {tiles}: {reason}" for (d, tiles), reason in refused.items()]
     for table in tables:
@@ -126,12 +130,12 @@ def main() -> None:
 Tiles = PrefillTiles | DecodeTiles
 
 
-def sweep(shape: Shape, candidates: list[Tiles], repetitions: int) -> Table:
+def sweep(shape: Shape, candidates: list[Tiles], repetitions: int, num_splits: int = 16) -> Table:
     problem = Problem.random(shape, torch.cuda.get_device_properties(0).L2_cache_size)
     arms = []
     for tiles in candidates:
-        calls = [partial(launch, problem, tiles, copy) for copy in range(len(problem.tables))]
-        check = partial(check_launch, problem, tiles)
+        calls = [partial(launch, problem, tiles, num_splits, copy) for copy in range(len(problem.tables))]
+        check = partial(check_launch, problem, tiles, num_splits)
         if shape.n == 1:
             turns = max(1, 8 // len(calls))
             arms.append(Arm(str(tiles), check, on_many(graph_of(calls * turns), len(calls) * turns)))
@@ -142,10 +146,11 @@ def sweep(shape: Shape, candidates: list[Tiles], repetitions: int) -> Table:
     rates = {arm.name: work[1] / result.time(arm.name).median for arm in arms}
     fastest_first = sorted(rates, key=lambda name: -rates[name])
     rows: list[list[object]] = [[name, result.time(name).as_time(), round(rates[name], 1)] for name in fastest_first]
-    return {"title": shape.name, "columns": ["tiles", "time", work[0]], "rows": rows}
+    title = shape.name if num_splits == 16 else f"{shape.name}, {num_splits} splits"
+    return {"title": title, "columns": ["tiles", "time", work[0]], "rows": rows}
 
 
-def launch(problem: Problem, tiles: Tiles, copy: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+def launch(problem: Problem, tiles: Tiles, num_splits: int = 16, copy: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     """One launch with given tiles; a decode as when captured, in two kernels, so that graphs hold their buffers."""
     q = problem.q
     out, lse = torch.empty_like(q), q.new_empty(q.shape[:2], dtype=torch.float32)
@@ -161,7 +166,7 @@ def launch(problem: Problem, tiles: Tiles, copy: int = 0) -> tuple[torch.Tensor,
             table,
             None,
             seq_lens,
-            num_splits=16,
+            num_splits=num_splits,
             workspace=None,
             merge_in_launch=False,
             first_row=0,
@@ -172,8 +177,8 @@ def launch(problem: Problem, tiles: Tiles, copy: int = 0) -> tuple[torch.Tensor,
     return out, lse
 
 
-def check_launch(problem: Problem, tiles: Tiles) -> None:
-    problem.check(*launch(problem, tiles))
+def check_launch(problem: Problem, tiles: Tiles, num_splits: int) -> None:
+    problem.check(*launch(problem, tiles, num_splits))
 
 
 def compile_all(candidates: list[tuple[int, Tiles]]) -> dict[tuple[int, Tiles], str]:
@@ -186,13 +191,12 @@ def compile_all(candidates: list[tuple[int, Tiles]]) -> dict[tuple[int, Tiles], 
 
 def _compile(candidate: tuple[int, Tiles]) -> str | None:
     head_dim, tiles = candidate
-    shapes: list[tuple[int, int, int, int]] = [(1, 512, 12, 2)]
-    if isinstance(tiles, DecodeTiles):
-        shapes = [(1, 512, q, kv) for q, kv in sorted({(q, kv) for _, _, q, kv in DECODE_SHAPES})]
+    decode = isinstance(tiles, DecodeTiles)
+    kinds = sorted({kind[2:] for kind in DECODE_SHAPES}) if decode else [(12, 2, 16)]
     try:
-        for rows, keys, q_heads, kv_heads in shapes:
-            n = 1 if isinstance(tiles, DecodeTiles) else keys
-            launch(Problem.random(Shape(rows, n, keys, q_heads, kv_heads, head_dim), 1), tiles)
+        for q_heads, kv_heads, num_splits in kinds:
+            shape = Shape(1, 1 if decode else 512, 512, q_heads, kv_heads, head_dim)
+            launch(Problem.random(shape, 1), tiles, num_splits)
         torch.cuda.synchronize()
     # Whatever Triton raises (too much shared memory, an internal failure) rules the candidate out.
     except Exception as error:
