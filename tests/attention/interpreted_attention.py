@@ -8,7 +8,7 @@ import pytest
 import torch
 from attention_cases import Case, assert_close, make_case, solve, strided_lengths, without_hidden_keys
 
-from tpoverlap.attention import allocate_kv_cache, paged_decode, paged_prefill, write_kv
+from tpoverlap.attention import allocate_kv_cache, decode_workspace_size, paged_decode, paged_prefill, write_kv
 from tpoverlap.attention.triton.decode import decode_rows
 
 RAGGED = [(1, 70), (5, 18), (0, 0), (0, 40), (7, 3), (13, 63)]
@@ -138,9 +138,12 @@ def test_decode(dtype, options, layout, block_size):
     assert_close(got, want, ROUNDING[dtype] + 1e-5)
 
 
-def test_one_launch_two_launches_and_a_row_alone_give_the_same_bits():
-    case = make_case(3, [(1, 513), (1, 1), (1, 0)], q_heads=4, kv_heads=1, dtype=torch.float16)
-    out, lse = paged_decode(*case.decode, backend="triton", return_lse=True)
+@pytest.mark.parametrize(("head_dim", "num_splits"), [(64, 16), (80, 128)])
+def test_one_launch_two_launches_and_a_row_alone_give_the_same_bits(head_dim, num_splits):
+    """128 splits: the separate merge takes a head in pieces, and its parts in two rounds."""
+    requests = [(1, 513), (1, 1), (1, 0)] if num_splits == 16 else [(1, 4400), (1, 90), (1, 0)]
+    case = make_case(3, requests, q_heads=4, kv_heads=1, head_dim=head_dim, dtype=torch.float16)
+    out, lse = paged_decode(*case.decode, backend="triton", num_splits=num_splits, return_lse=True)
     assert_close((out, lse), solve(case), 2e-3)
     two, two_lse = torch.full_like(out, math.nan), torch.full_like(lse, math.nan)
     decode_rows(
@@ -148,13 +151,13 @@ def test_one_launch_two_launches_and_a_row_alone_give_the_same_bits():
         *case.decode[1:4],
         None,
         case.seq_lens,
-        scale=64**-0.5,
+        scale=head_dim**-0.5,
         sliding_window=None,
         softcap=None,
-        num_splits=16,
+        num_splits=num_splits,
         out=two,
         lse=two_lse,
-        workspace=torch.full((3 * 4 * 16 * 66,), math.nan),
+        workspace=torch.full((decode_workspace_size(3, 4, head_dim, num_splits),), math.nan),
         merge_in_launch=False,
         first_row=0,
         rows=3,
@@ -162,7 +165,7 @@ def test_one_launch_two_launches_and_a_row_alone_give_the_same_bits():
     assert torch.equal(out, two)
     assert torch.equal(lse, two_lse)
     for r in range(2):
-        alone = paged_decode(*case.only(r).decode, backend="triton", return_lse=True)
+        alone = paged_decode(*case.only(r).decode, backend="triton", num_splits=num_splits, return_lse=True)
         assert torch.equal(out[r : r + 1], alone[0])
         assert torch.equal(lse[r : r + 1], alone[1])
 

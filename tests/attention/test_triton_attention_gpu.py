@@ -173,10 +173,12 @@ def _int32(*values: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtype", [*HALF, torch.float32])
-@pytest.mark.parametrize("num_splits", [1, 5, 16, 128])
-def test_a_decode_row_alone_in_a_batch_and_captured_has_the_same_bits(dtype, num_splits):
+@pytest.mark.parametrize(
+    ("head_dim", "num_splits"), [(128, 1), (128, 5), (128, 16), (128, 128), (256, 16), (256, 64), (80, 128)]
+)
+def test_a_decode_row_alone_in_a_batch_and_captured_has_the_same_bits(dtype, head_dim, num_splits):
     lengths = [1, 513, 10000, 0, 129, 4097, 64]
-    shape = {"q_heads": 8, "kv_heads": 2, "head_dim": 128, "dtype": dtype, "device": "cuda"}
+    shape = {"q_heads": 8, "kv_heads": 2, "head_dim": head_dim, "dtype": dtype, "device": "cuda"}
     case = make_case(7, [(1, n) for n in lengths], **shape)
     batch = decode(case, num_splits=num_splits)
     for r in range(len(lengths)):
@@ -186,7 +188,7 @@ def test_a_decode_row_alone_in_a_batch_and_captured_has_the_same_bits(dtype, num
         x.fill_(math.nan)
     graph.replay()
     assert_same(captured, batch)
-    needed = decode_workspace_size(len(lengths), 8, 128, num_splits)
+    needed = decode_workspace_size(len(lengths), 8, head_dim, num_splits)
     workspace = torch.full((needed,), math.nan, device="cuda")
     assert_same(decode(case, num_splits=num_splits, workspace=workspace), batch)
 
