@@ -87,7 +87,8 @@ def main() -> None:
         print_table(table)
     print("\n".join(run.notes))
     if args.json:
-        write_json(args.json, what="attention", tables=run.tables, figures=run.figures, notes=run.notes)
+        what = "attention" if set(args.parts) == set(PARTS) else "-".join(["attention", *args.parts])
+        write_json(args.json, what=what, tables=run.tables, figures=run.figures, notes=run.notes)
     if args.plot:
         draw(run, args.plot)
 
