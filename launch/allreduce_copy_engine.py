@@ -19,7 +19,7 @@ from tpoverlap.config import HostReduceConfig
 
 PIECES: tuple[int | Literal["auto"], ...] = ("auto", 1, 2, 3, 4, 6, 8, 12, 16)
 PIECE_SIZES = (512 << 10, 1 << 20, 2 << 20, 4 << 20, 8_192_000, 16_384_000, 32 << 20, 64 << 20)
-HOST_SIZES = (1 << 20, 8_192_000, 16_384_000, 32 << 20)
+HOST_SIZES = (1 << 20, 8_192_000, 16_384_000)
 HOST_PIECES = (1, 2, 4, 8)
 # Calls whose host time is taken before the device is waited for: as in a forward pass, it lags behind.
 _CALLS = 8
@@ -51,8 +51,16 @@ def host_times(world: World, group: GroupCoordinator, device: torch.device, dtyp
         yield Extra(f"host time of an eager call, {size_name(num_bytes)}", Contest(arms, ratios))
 
 
-def host_times_by_pieces(world: World, device: torch.device, dtype: torch.dtype) -> Iterator[Extra]:
-    """Host time of one eager call of one operation, by the number of its pieces."""
+def host_times_alone(
+    world: World, group: GroupCoordinator, device: torch.device, dtype: torch.dtype
+) -> Iterator[Extra]:
+    """Host time of one eager call by payload, and by its number of pieces. All of a table is timed in turn, since a
+    CPU that others share may run at half its speed for seconds."""
+    arms = []
+    for num_bytes in (*HOST_SIZES, 32 << 20):
+        arms.append(_host_arm(world, group, Payload(world, dtype, num_bytes, device), size_name(num_bytes)))
+    ratios = [Ratio(arm.name, arms[0].name) for arm in arms[1:]]
+    yield Extra("host time of an eager call by payload", Contest(arms, ratios))
     groups = {
         n: GroupCoordinator(range(world.size), world.local_rank, device, HostReduceConfig(copy_engine_pieces=n))
         for n in HOST_PIECES

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from allreduce_beside import beside
 from allreduce_contest import Contest, Extra, Ratio, WrongResultError
-from allreduce_copy_engine import by_pieces, host_times, host_times_by_pieces
+from allreduce_copy_engine import by_pieces, host_times, host_times_alone
 from allreduce_cpu import Payload, calls_of_turn
 from bench_common import Arm, on_gpu
 from job_world import World
@@ -213,8 +213,7 @@ class HostContests:
         raise AssertionError("host times are all extras")
 
     def extras(self) -> Iterator[Extra]:
-        yield from host_times(self._world, self._group, self._device, self._dtype)
-        yield from host_times_by_pieces(self._world, self._device, self._dtype)
+        yield from host_times_alone(self._world, self._group, self._device, self._dtype)
 
     def close(self) -> None:
         self._group.destroy()
