@@ -120,8 +120,9 @@ def report(options: Options, kind: type[Contests], found: Sequence[ExtraMeasurem
         *kind.notes,
         f"Times are of one call on the slowest rank: median (10th to 90th percentile) of {options.repetitions} turns "
         f"after {options.warmup} of warm-up, arms in turn. Ratios are taken turn by turn.",
-        "GB/s: payload of a rank over the median time.",
     ]
+    if measurements:
+        notes.append("GB/s: payload of a rank over the median time.")
     if options.json:
         write_json(options.json, what=kind.what, tables=made, figures=figures(found), notes=notes)
         print(f"\nrecord: {options.json}")
