@@ -9,7 +9,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tpoverlap.attention import BlockTables, CacheFullError, allocate_kv_cache, slot_mapping, write_kv
+from tpoverlap.attention import (
+    BlockTables,
+    CacheFullError,
+    allocate_kv_cache,
+    decode_splits,
+    slot_mapping,
+    write_kv,
+)
 
 
 def test_blocks_grow_are_exclusive_and_come_back():
@@ -105,3 +112,9 @@ def test_wrong_writes_are_refused():
         write_kv(x, x, k_cache, v_cache[:4], slots)
     with pytest.raises(ValueError, match="at least 1"):
         allocate_kv_cache(5, 0, 2, 8, dtype=torch.float32, device="cpu")
+
+
+def test_long_caches_get_more_splits():
+    assert [decode_splits(keys) for keys in (1, 4096, 4097, 10**7)] == [16, 16, 64, 64]
+    with pytest.raises(ValueError, match="max_keys must be at least 1, got 0"):
+        decode_splits(0)

@@ -6,7 +6,7 @@ reference serves.
 
 from tpoverlap.attention.api import decode_workspace_size, paged_decode, paged_prefill
 from tpoverlap.attention.backend import CAPABILITIES, DecodeBackend, PrefillBackend, PrefillRequest
-from tpoverlap.attention.kv_cache import BlockTables, CacheFullError, allocate_kv_cache, slot_mapping
+from tpoverlap.attention.kv_cache import BlockTables, CacheFullError, allocate_kv_cache, decode_splits, slot_mapping
 from tpoverlap.attention.kv_write import write_kv
 from tpoverlap.attention.selection import (
     DECODE_BACKENDS,
@@ -27,6 +27,7 @@ __all__ = [
     "PrefillRequest",
     "Selection",
     "allocate_kv_cache",
+    "decode_splits",
     "decode_workspace_size",
     "paged_decode",
     "paged_prefill",

@@ -33,6 +33,18 @@ def allocate_kv_cache(
     return storage[:, 0], storage[:, 1]
 
 
+def decode_splits(max_keys: int) -> int:
+    """``num_splits`` of :func:`~tpoverlap.attention.paged_decode` for requests of up to ``max_keys`` keys.
+
+    16 up to 4096 keys, 64 beyond: few long rows leave most of a GPU idle with 16 (4 of 32768 keys and 2 KV heads take
+    twice as long on an H200), and short ones gain little from more. A row's bits depend on it, so it follows from what
+    a cache can hold, never from a batch. ValueError below 1.
+    """
+    if max_keys < 1:
+        raise ValueError(f"max_keys must be at least 1, got {max_keys}")
+    return 16 if max_keys <= 4096 else 64
+
+
 class BlockTables:
     """Hands the blocks of a cache to requests as they grow, and makes the tensors that attention and writes take.
 

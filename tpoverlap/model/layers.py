@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tpoverlap.attention import allocate_kv_cache, paged_decode, paged_prefill, write_kv
+from tpoverlap.attention import allocate_kv_cache, decode_splits, paged_decode, paged_prefill, write_kv
 from tpoverlap.microbatch.batch import Batch
 
 if TYPE_CHECKING:
@@ -91,7 +91,8 @@ class Attention(nn.Module):
     rotation; None: the architecture has none. output_gate: ``qkv`` begins with a gate for each query head, whose
     sigmoid scales that head's result.
 
-    prefill_backend, prefill_num_splits: as :func:`~tpoverlap.attention.paged_prefill` takes them.
+    prefill_backend, prefill_num_splits: as :func:`~tpoverlap.attention.paged_prefill` takes them. A decode's splits
+    follow from the size of the cache.
     """
 
     def __init__(
@@ -115,12 +116,14 @@ class Attention(nn.Module):
         self.o = o
         self.prefill_backend = "auto"
         self.prefill_num_splits: int | None = None
+        self.decode_num_splits = 16
         self.kv_cache: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def allocate_kv_cache(self, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device) -> None:
         self.kv_cache = allocate_kv_cache(
             num_blocks, block_size, self.heads[-1], self.head_dim, dtype=dtype, device=device
         )
+        self.decode_num_splits = decode_splits(num_blocks * block_size)
 
     def forward(self, x: torch.Tensor, rotary: Rotary, metadata: AttentionMetadata) -> torch.Tensor:
         *gate, q, k, v = self.qkv(x).view(x.shape[0], -1, self.head_dim).split(self.heads, dim=1)
@@ -139,7 +142,9 @@ class Attention(nn.Module):
         k_cache, v_cache = self.kv_cache
         write_kv(k, v, k_cache, v_cache, metadata.slot_mapping, q=q, cos=rotary[0], sin=rotary[1])
         if metadata.decode_only:
-            return paged_decode(q, k_cache, v_cache, metadata.block_table, metadata.seq_lens)
+            return paged_decode(
+                q, k_cache, v_cache, metadata.block_table, metadata.seq_lens, num_splits=self.decode_num_splits
+            )
         return paged_prefill(
             q,
             k_cache,
