@@ -41,12 +41,16 @@ class Kernel:
 
     def loop(self, opcode: str) -> tuple[Instruction, ...]:
         """The backward jump's body that holds most of ``opcode``; the shortest among equals."""
+        return max(self.loops(), key=lambda body: (sum(i.name == opcode for i in body), -len(body)))
+
+    def loops(self) -> list[tuple[Instruction, ...]]:
+        """The bodies of all backward jumps."""
         bodies = []
         for at, instruction in enumerate(self.instructions):
             target = re.search(r"`\((\.L\w+)\)", " ".join(instruction.operands))
             if instruction.name == "BRA" and target and self.labels.get(target[1], at + 1) <= at:
                 bodies.append(self.instructions[self.labels[target[1]] : at + 1])
-        return max(bodies, key=lambda body: (sum(i.name == opcode for i in body), -len(body)))
+        return bodies
 
 
 def disassemble(cubin: Path, kernel: str) -> Kernel:

@@ -101,6 +101,7 @@ def test_the_rows_of_both_caches_decide_whether_16_byte_loads_serve(monkeypatch,
         return select_prefill_backend(request, **options)
 
     monkeypatch.setattr(api, "select_prefill_backend", select)
+    monkeypatch.setattr(api, "_prepared_prefills", {})
     paged_prefill(*mixed.prefill)
     assert asked == [served]
 

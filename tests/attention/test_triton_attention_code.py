@@ -46,7 +46,7 @@ def test_code_of_the_tiles(tmp_path, kind, capability, head_dim):
     constants |= {"WINDOW": False, "SOFTCAP": False, "STORE_LSE": False}
     if kind == "prefill":
         kernel, tiles = prefill_kernel, prefill_tiles(capability, torch.float16, head_dim)
-        constants |= {"BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n}
+        constants |= {"BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n, "PART_KEYS": tiles.part_keys, "KV_HEADS": 2}
     else:
         kernel, tiles = decode_kernel, decode_tiles(capability, torch.float16, head_dim)
         constants |= {"BLOCK_N": tiles.block_n, "PART_KEYS": tiles.part_keys, "NUM_SPLITS": 16, "KV_HEADS": 2}

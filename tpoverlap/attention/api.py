@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Literal, TypeVar, overload
 
 import torch
@@ -17,7 +15,7 @@ from tpoverlap.attention.arguments import (
     output_like,
     vector_rows,
 )
-from tpoverlap.attention.backend import PACKED_PREFILL, PrefillBackend, PrefillRequest, PreparedDecode
+from tpoverlap.attention.backend import PACKED_PREFILL, PrefillBackend, PrefillRequest, PreparedDecode, PreparedPrefill
 from tpoverlap.attention.selection import Selection, select_decode_backend, select_prefill_backend
 from tpoverlap.cuda.triton_dispatch import capability_of
 
@@ -126,11 +124,15 @@ def paged_prefill(
         seq_lens.shape,
         seq_lens.dtype,
         seq_lens.device,
-        # What vector_rows asks of the caches.
+        q.stride(),
         k_cache.stride(),
         v_cache.stride(),
-        k_cache.data_ptr() % 16,
-        v_cache.data_ptr() % 16,
+        block_table.stride(),
+        cu_seqlens_q.stride(),
+        seq_lens.stride(),
+        # What vector_rows asks of the caches beside their strides.
+        (k_cache.data_ptr() | v_cache.data_ptr()) & 15,
+        None if out is None else (out.shape, out.dtype, out.device, out.stride()),
         scale,
         sliding_window,
         type(sliding_window),  # 1.0 and True equal 1, and are refused
@@ -143,45 +145,31 @@ def paged_prefill(
         type(max_query_len),
         backend,
     )
-    prepared = _prepared_prefills.get(signature)
-    if prepared is None:
-        check_tensors(q, k_cache, v_cache, block_table, seq_lens, cu_seqlens_q)
-        check_count("num_splits", num_splits or 0, 0)
-        check_count("max_query_len", max_query_len or 0, 0)
-        request = dataclasses.replace(
-            _request(q, k_cache, q.shape[0], sliding_window, softcap, batch_invariant, return_lse),
-            vector_rows=vector_rows(k_cache) and vector_rows(v_cache),
+    prefill = _prepared_prefills.get(signature)
+    if prefill is None:
+        prefill, keep = _prepare_prefill(
+            q,
+            k_cache,
+            v_cache,
+            block_table,
+            cu_seqlens_q,
+            seq_lens,
+            scale,
+            sliding_window,
+            softcap,
+            num_splits,
+            batch_invariant,
+            return_lse,
+            max_query_len,
+            backend,
+            out,
         )
-        required = (PACKED_PREFILL,) if backend == "auto" else ()
-        if max_query_len is None:
-            selection = _select_by_lengths(request, cu_seqlens_q, backend, required)
-        else:
-            request = dataclasses.replace(request, max_query_len=max_query_len)
-            selection = select_prefill_backend(request, backend=backend, required=required)
-        prepared = _PreparedPrefill(
-            check_options(scale, sliding_window, softcap, q.shape[2]),
-            request.max_query_len,
-            selection.backend.paged_prefill,
-        )
-        if max_query_len is not None:  # else lengths decide
-            _keep(_prepared_prefills, signature, prepared)
-    out = output_like(q, out)
+        if keep:
+            _keep(_prepared_prefills, signature, prefill)
+    if out is None:
+        out = q.new_empty(q.shape)
     lse = q.new_empty(q.shape[:2], dtype=torch.float32) if return_lse else None
-    prepared.run(
-        q,
-        k_cache,
-        v_cache,
-        block_table,
-        cu_seqlens_q,
-        seq_lens,
-        scale=prepared.scale,
-        sliding_window=sliding_window,
-        softcap=softcap,
-        num_splits=num_splits,
-        max_query_len=prepared.max_query_len,
-        out=out,
-        lse=lse,
-    )
+    prefill(q, k_cache, v_cache, block_table, cu_seqlens_q, seq_lens, out, lse)
     return out if lse is None else (out, lse)
 
 
@@ -310,18 +298,9 @@ def decode_workspace_size(rows: int, q_heads: int, head_dim: int, num_splits: in
     return rows * q_heads * num_splits * (head_dim + 2)
 
 
-@dataclass(frozen=True)
-class _PreparedPrefill:
-    """The checked and selected part of a prefill: what depends on shapes, dtypes, devices and options alone."""
-
-    scale: float
-    max_query_len: int
-    run: Callable[..., None]
-
-
 # Checks and selection take as long as a small kernel: they are made once a signature.
 _prepared_decodes: dict[tuple[object, ...], PreparedDecode] = {}
-_prepared_prefills: dict[tuple[object, ...], _PreparedPrefill] = {}
+_prepared_prefills: dict[tuple[object, ...], PreparedPrefill] = {}
 _MAX_PREPARED = 4096
 P = TypeVar("P")
 
@@ -330,6 +309,53 @@ def _keep(prepared: dict[tuple[object, ...], P], signature: tuple[object, ...], 
     if len(prepared) >= _MAX_PREPARED:
         prepared.clear()
     prepared[signature] = one
+
+
+def _prepare_prefill(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    seq_lens: torch.Tensor,
+    scale: float | None,
+    sliding_window: int | None,
+    softcap: float | None,
+    num_splits: int | None,
+    batch_invariant: bool,
+    return_lse: bool,
+    max_query_len: int | None,
+    backend: str,
+    out: torch.Tensor | None,
+) -> tuple[PreparedPrefill, bool]:
+    """The call of a signature, and whether every call of that signature is this one."""
+    check_tensors(q, k_cache, v_cache, block_table, seq_lens, cu_seqlens_q)
+    scale = check_options(scale, sliding_window, softcap, q.shape[2])
+    check_count("num_splits", num_splits or 0, 0)
+    check_count("max_query_len", max_query_len or 0, 0)
+    most = q.shape[0] if max_query_len is None else max_query_len
+    request = dataclasses.replace(
+        _request(q, k_cache, most, sliding_window, softcap, batch_invariant, return_lse),
+        vector_rows=vector_rows(k_cache) and vector_rows(v_cache),
+    )
+    required = (PACKED_PREFILL,) if backend == "auto" else ()
+    selection, keep = _select_by_lengths(request, cu_seqlens_q, max_query_len is None, backend, required)
+    prefill = selection.backend.prepare_prefill(
+        q,
+        k_cache,
+        v_cache,
+        block_table,
+        cu_seqlens_q,
+        seq_lens,
+        scale=scale,
+        sliding_window=sliding_window,
+        softcap=softcap,
+        num_splits=num_splits,
+        max_query_len=most,
+        out=output_like(q, out),
+        lse=q.new_empty(q.shape[:2], dtype=torch.float32) if return_lse else None,
+    )
+    return prefill, keep
 
 
 def _prepare_decode(
@@ -391,23 +417,25 @@ def _request(
 
 
 def _select_by_lengths(
-    most: PrefillRequest, cu_seqlens_q: torch.Tensor, backend: str, required: tuple[str, ...]
-) -> Selection[PrefillBackend]:
-    """Select by the most query tokens that a request brings; ``most`` holds their upper bound, all tokens.
+    most: PrefillRequest, cu_seqlens_q: torch.Tensor, lengths_decide: bool, backend: str, required: tuple[str, ...]
+) -> tuple[Selection[PrefillBackend], bool]:
+    """Select by the most query tokens that a request brings, and say whether the lengths' values had no part in it.
 
-    A GPU's lengths are read, which waits for the GPU, only where the bounds that shapes give would choose differently.
-    Under capture the upper bound decides: a graph serves all lengths.
+    ``most`` holds their upper bound. Without ``lengths_decide`` that one decides. Else lengths are read, which waits
+    for a GPU, only where the bounds that shapes give would choose differently. Under capture the upper bound decides: a
+    graph serves all lengths.
     """
     selection = select_prefill_backend(most, backend=backend, required=required)
     requests = cu_seqlens_q.shape[0] - 1
-    if requests < 2 or (cu_seqlens_q.is_cuda and torch.cuda.is_current_stream_capturing()):
-        return selection
-    if cu_seqlens_q.is_cuda:
-        least = dataclasses.replace(most, max_query_len=-(-most.max_query_len // requests))
-        if select_prefill_backend(least, backend=backend, required=required).name == selection.name:
-            return selection
-    exact = dataclasses.replace(most, max_query_len=int(cu_seqlens_q.diff().amax()))
-    return select_prefill_backend(exact, backend=backend, required=required)
+    if not lengths_decide or requests < 2:
+        return selection, True
+    least = dataclasses.replace(most, max_query_len=-(-most.max_query_len // requests))
+    if select_prefill_backend(least, backend=backend, required=required).name == selection.name:
+        return selection, True
+    if not (cu_seqlens_q.is_cuda and torch.cuda.is_current_stream_capturing()):
+        exact = dataclasses.replace(most, max_query_len=int(cu_seqlens_q.diff().amax()))
+        selection = select_prefill_backend(exact, backend=backend, required=required)
+    return selection, False
 
 
 def _check_workspace(workspace: torch.Tensor, q: torch.Tensor, num_splits: int) -> None:

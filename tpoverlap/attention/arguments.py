@@ -87,10 +87,15 @@ def check_count(name: str, value: object, low: int, high: int | None = None) -> 
 
 def aligned_rows(x: torch.Tensor, alignment: int) -> bool:
     """Whether each row of the last dimension is contiguous and starts at a multiple of ``alignment`` bytes."""
+    return x.data_ptr() % alignment == 0 and aligned_strides(x, alignment)
+
+
+def aligned_strides(x: torch.Tensor, alignment: int) -> bool:
+    """The same of a tensor that starts at a multiple of ``alignment`` bytes."""
     strides = (
         stride * x.element_size() for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True) if size > 1
     )
-    return x.stride(-1) == 1 and x.data_ptr() % alignment == 0 and all(stride % alignment == 0 for stride in strides)
+    return x.stride(-1) == 1 and all(stride % alignment == 0 for stride in strides)
 
 
 def vector_rows(cache: torch.Tensor) -> bool:

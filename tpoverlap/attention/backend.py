@@ -72,7 +72,7 @@ class PrefillBackend(Protocol):
         """
         ...
 
-    def paged_prefill(
+    def prepare_prefill(
         self,
         q: torch.Tensor,
         k_cache: torch.Tensor,
@@ -88,11 +88,30 @@ class PrefillBackend(Protocol):
         max_query_len: int,
         out: torch.Tensor,
         lse: torch.Tensor | None,
-    ) -> None:
-        """Fill ``out`` (shape and dtype of q, any strides) and, unless None, ``lse`` (float32 [tokens, q_heads]).
+    ) -> PreparedPrefill:
+        """A call for tensors of these shapes, strides, dtypes and device, whatever is in them and wherever they lie.
 
-        The arguments have been checked. max_query_len bounds the query tokens of every request from above.
+        The arguments have been checked. What the call need not do again each time is done here. max_query_len bounds
+        the query tokens of every request from above.
         """
+        ...
+
+
+class PreparedPrefill(Protocol):
+    """A prefill of one signature."""
+
+    def __call__(
+        self,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        block_table: torch.Tensor,
+        cu_seqlens_q: torch.Tensor,
+        seq_lens: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor | None,
+    ) -> None:
+        """Fill ``out`` (shape and dtype of q, any strides) and, unless None, ``lse`` (float32 [tokens, q_heads])."""
         ...
 
 
@@ -168,3 +187,26 @@ def prepared_by(paged_decode: Callable[..., None]) -> Callable[..., PreparedDeco
         return decode
 
     return prepare_decode
+
+
+def prefill_prepared_by(paged_prefill: Callable[..., None]) -> Callable[..., PreparedPrefill]:
+    """The ``prepare_prefill`` of a prefill that has nothing to prepare."""
+
+    def prepare_prefill(
+        *_: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None, **options: Any
+    ) -> PreparedPrefill:
+        def prefill(
+            q: torch.Tensor,
+            k_cache: torch.Tensor,
+            v_cache: torch.Tensor,
+            block_table: torch.Tensor,
+            cu_seqlens_q: torch.Tensor,
+            seq_lens: torch.Tensor,
+            out: torch.Tensor,
+            lse: torch.Tensor | None,
+        ) -> None:
+            paged_prefill(q, k_cache, v_cache, block_table, cu_seqlens_q, seq_lens, out=out, lse=lse, **options)
+
+        return prefill
+
+    return prepare_prefill

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tpoverlap.attention.backend import PACKED_PREFILL, PrefillRequest, prepared_by
+from tpoverlap.attention.backend import PACKED_PREFILL, PrefillRequest, prefill_prepared_by, prepared_by
 from tpoverlap.attention.library import clear_unseen_rows, decode_by, library_rejections
 
 name = "flash_attn"
@@ -66,4 +66,5 @@ def paged_prefill(
     clear_unseen_rows(out, lse, cu_seqlens_q, seq_lens)
 
 
+prepare_prefill = prefill_prepared_by(paged_prefill)
 prepare_decode = prepared_by(decode_by(paged_prefill))

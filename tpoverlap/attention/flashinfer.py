@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from tpoverlap.attention.backend import PACKED_PREFILL, PrefillRequest, prepared_by
+from tpoverlap.attention.backend import PACKED_PREFILL, PrefillRequest, prefill_prepared_by, prepared_by
 from tpoverlap.attention.library import clear_unseen_rows, decode_by, library_rejections
 
 name = "flashinfer"
@@ -107,6 +107,7 @@ def planned(
     return lambda: wrapper.run(rows, (k_cache, v_cache), return_lse=True)
 
 
+prepare_prefill = prefill_prepared_by(paged_prefill)
 prepare_decode = prepared_by(decode_by(paged_prefill))
 
 

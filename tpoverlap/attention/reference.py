@@ -11,7 +11,7 @@ import math
 
 import torch
 
-from tpoverlap.attention.backend import PACKED_PREFILL, PrefillRequest, prepared_by
+from tpoverlap.attention.backend import PACKED_PREFILL, PrefillRequest, prefill_prepared_by, prepared_by
 from tpoverlap.attention.shared_reasons import missing_features, mixed_dtypes
 
 name = "reference"
@@ -74,6 +74,7 @@ def paged_decode(
     )
 
 
+prepare_prefill = prefill_prepared_by(paged_prefill)
 prepare_decode = prepared_by(paged_decode)
 
 

@@ -16,12 +16,17 @@ Capability = tuple[int, int]
 
 @dataclass(frozen=True)
 class PrefillTiles:
-    """block_m: query rows (tokens x heads of a group) of a program. block_n: keys of a step. The rest as Triton's."""
+    """block_m: query rows (tokens x heads of a group) of a program. block_n: keys of a step. part_keys: rows are cut at
+    its multiples, which are multiples of block_n. specialized_stages: of the warp-specialized kernel, 0: there is none.
+    The rest as Triton's. A row's bits depend on block_n and part_keys alone.
+    """
 
     block_m: int
     block_n: int
     num_warps: int
     num_stages: int
+    part_keys: int = 16384
+    specialized_stages: int = 0
 
 
 @dataclass(frozen=True)
@@ -48,19 +53,22 @@ _PREFILL_HALF: dict[str, dict[int, PrefillTiles]] = {
         128: PrefillTiles(128, 32, 8, 3),
         256: PrefillTiles(64, 32, 8, 2),
     },
-    # TFLOPS of an 8192 prompt / of 2048 tokens after 32768, 12 query and 2 KV heads, and of the best other tiles:
+    # Those of the warp-specialized kernel; the plain one serves what it does not, with the same bits. TFLOPS of an 8192
+    # prompt / of 2048 tokens after 32768, 12 query and 2 KV heads (parts of 8192 keys, for 256 of 16384):
+    #  64: 401 / 414; 64 keys, 4 stages 301 / 307. 128: 558 / 571; 64 keys, 3 stages 503 / 514. 256: 604 / 592; 32 keys, 4
+    # stages 469 / 473.
     "hopper": {
-        64: PrefillTiles(128, 64, 4, 3),  # 286 / 255; 64 x 128 keys, 4 warps: 279 / 239
-        128: PrefillTiles(128, 64, 8, 3),  # 364 / 302; 128 x 128, 2 stages: 346 / 270
-        256: PrefillTiles(128, 64, 8, 2),  # 389 / 296; 128 x 32, 3 stages: 350 / 277
+        64: PrefillTiles(128, 128, 8, 3, specialized_stages=3),
+        128: PrefillTiles(128, 128, 8, 2, specialized_stages=2),
+        256: PrefillTiles(128, 64, 8, 2, specialized_stages=2),
     },
     "blackwell": {
         64: PrefillTiles(128, 128, 8, 3),
         128: PrefillTiles(128, 64, 8, 3),
         256: PrefillTiles(128, 32, 8, 3),
     },
-    # Small tiles: short test problems then still cross tile borders.
-    "interpreter": {64: PrefillTiles(32, 32, 4, 1), 128: PrefillTiles(32, 32, 4, 1), 256: PrefillTiles(32, 32, 4, 1)},
+    # Small tiles and parts: short test problems then still cross their borders.
+    "interpreter": dict.fromkeys((64, 128, 256), PrefillTiles(32, 32, 4, 1, part_keys=64)),
 }
 # IEEE products run on FMA units everywhere.
 _PREFILL_FP32 = {64: PrefillTiles(32, 32, 4, 1), 128: PrefillTiles(32, 32, 8, 1), 256: PrefillTiles(32, 16, 8, 1)}

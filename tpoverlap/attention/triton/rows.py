@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from tpoverlap.attention.arguments import MAX_DECODE_SPLITS, check_count
-from tpoverlap.attention.backend import PACKED_MATCHES_DECODE, PrefillRequest
+from tpoverlap.attention.backend import PACKED_MATCHES_DECODE, PrefillRequest, prefill_prepared_by
 from tpoverlap.attention.triton.common import common_rejections
 from tpoverlap.attention.triton.decode import decode_rows
 
@@ -59,3 +59,6 @@ def paged_prefill(
             first_row=first_row,
             rows=min(_ROWS, q.shape[0] - first_row),
         )
+
+
+prepare_prefill = prefill_prepared_by(paged_prefill)
