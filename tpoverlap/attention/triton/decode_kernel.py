@@ -48,7 +48,8 @@ def _visible_range(
             after = tl.load(cu_seqlens_q + request + 1) - 1 - row
             length = tl.load(seq_lens + request) - after
     else:
-        length = tl.load(seq_lens + row)
+        # Past L1: a merge reads it before it has waited for the kernel whose wait came after the lengths' last change.
+        length = tl.load(seq_lens + row, cache_modifier=".cg")
     length = tl.minimum(tl.maximum(length, 0), columns * BLOCK_SIZE)
     begin = 0
     if WINDOW:
@@ -365,10 +366,12 @@ def merge_kernel(
 ):
     """The merge as a launch of its own, for captured decodes. Grid (rows * q_heads * DIM // MERGE_DIMS).
 
-    Arguments as above. Lengths are read before the wait: the decode lets its dependents start when it has itself waited
-    for all that came before it. Every program waits for the decode, also one with nothing to merge: what follows relies
-    on the end of both.
+    Arguments as above. A decode's lengths are read before the wait: it lets its dependents start when it has itself
+    waited for all that came before it. Every program waits for the decode, also one with nothing to merge: what follows
+    relies on the end of both.
     """
+    if DEPENDENT and PREFILL_ROWS:
+        gdc_wait()
     CHUNKS: tl.constexpr = DIM // MERGE_DIMS
     first_dim = tl.program_id(0) % CHUNKS * MERGE_DIMS
     head = tl.program_id(0) // CHUNKS % (KV_HEADS * GROUP)
