@@ -14,8 +14,8 @@ from pathlib import Path
 
 import torch
 from attention_problems import Problem, Shape, graph_of
-from bench_attention import Table, on_many, print_table
-from bench_common import Arm, alternate, on_gpu, write_json
+from bench_attention import TURN_S, Table, on_many, print_table
+from bench_common import Arm, alternate, write_json
 
 from tpoverlap.attention.triton.configs import DecodeTiles, PrefillTiles
 from tpoverlap.attention.triton.decode import decode_rows
@@ -25,29 +25,30 @@ PREFILL = {
     64: [
         PrefillTiles(128, 64, 4, 3),
         PrefillTiles(128, 64, 8, 3),
-        PrefillTiles(128, 128, 8, 2),
         PrefillTiles(128, 128, 8, 3),
-        PrefillTiles(64, 128, 4, 2),
+        PrefillTiles(128, 64, 4, 3, specialized_stages=4),
+        PrefillTiles(128, 128, 8, 3, specialized_stages=3),
     ],
     128: [
-        PrefillTiles(64, 64, 4, 2),
         PrefillTiles(64, 64, 4, 3),
-        PrefillTiles(64, 128, 4, 2),
-        PrefillTiles(128, 64, 8, 2),
         PrefillTiles(128, 64, 8, 3),
         PrefillTiles(128, 128, 8, 2),
-        PrefillTiles(128, 32, 8, 3),
+        PrefillTiles(128, 64, 8, 3, specialized_stages=3),
+        PrefillTiles(128, 128, 8, 2, specialized_stages=2),
+        PrefillTiles(128, 128, 8, 2, part_keys=8192, specialized_stages=2),
+        PrefillTiles(128, 128, 8, 2, part_keys=1 << 20, specialized_stages=2),
     ],
     256: [
         PrefillTiles(64, 32, 4, 2),
-        PrefillTiles(64, 64, 8, 2),
-        PrefillTiles(64, 64, 4, 2),
-        PrefillTiles(128, 32, 8, 2),
         PrefillTiles(128, 32, 8, 3),
         PrefillTiles(128, 64, 8, 2),
+        PrefillTiles(128, 32, 8, 3, specialized_stages=4),
+        PrefillTiles(128, 64, 8, 2, specialized_stages=2),
+        PrefillTiles(128, 64, 8, 2, part_keys=8192, specialized_stages=2),
+        PrefillTiles(128, 64, 8, 2, part_keys=1 << 20, specialized_stages=2),
     ],
 }
-PREFILL_SHAPES = ((8192, 8192), (2048, 34816))
+PREFILL_SHAPES = ((2048, 2048), (8192, 8192), (32768, 32768), (2048, 34816), (2048, 155648))
 DECODE = {
     64: [
         DecodeTiles(16, 64, 1, 3),
@@ -140,7 +141,8 @@ def sweep(shape: Shape, candidates: list[Tiles], repetitions: int, num_splits: i
             turns = max(1, 8 // len(calls))
             arms.append(Arm(str(tiles), check, on_many(graph_of(calls * turns), len(calls) * turns)))
         else:
-            arms.append(Arm(str(tiles), check, on_gpu(calls[0])))
+            turns = max(1, round(TURN_S * 400e12 / shape.flops))
+            arms.append(Arm(str(tiles), check, on_many(graph_of(calls[:1] * turns), turns)))
     result = alternate(arms, repetitions, label=shape.name)
     work = ("GB/s", shape.kv_bytes / 1e9) if shape.n == 1 else ("TFLOPS", shape.flops / 1e12)
     rates = {arm.name: work[1] / result.time(arm.name).median for arm in arms}

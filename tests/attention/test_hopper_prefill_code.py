@@ -1,4 +1,4 @@
-"""Machine code of the warp-specialized prefill for Hopper: its products overlap, and its loops spill next to nothing."""
+"""Machine code of the warp-specialized prefill for Hopper: products overlap, and loops spill next to nothing."""
 
 from __future__ import annotations
 

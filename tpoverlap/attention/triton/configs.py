@@ -54,9 +54,8 @@ _PREFILL_HALF: dict[str, dict[int, PrefillTiles]] = {
         256: PrefillTiles(64, 32, 8, 2),
     },
     # Those of the warp-specialized kernel; the plain one serves what it does not, with the same bits. TFLOPS of an 8192
-    # prompt / of 2048 tokens after 32768, 12 query and 2 KV heads (parts of 8192 keys, for 256 of 16384):
-    #  64: 401 / 414; 64 keys, 4 stages 301 / 307. 128: 558 / 571; 64 keys, 3 stages 503 / 514. 256: 604 / 592; 32 keys, 4
-    # stages 469 / 473.
+    # prompt / of 2048 tokens after 32768, 12 query and 2 KV heads. 64: 401 / 414; with 64 keys and 4 stages 301 / 307.
+    # 128: 558 / 571; with 64 keys and 3 stages 503 / 514. 256: 604 / 592; with 32 keys and 4 stages 469 / 473.
     "hopper": {
         64: PrefillTiles(128, 128, 8, 3, specialized_stages=3),
         128: PrefillTiles(128, 128, 8, 2, specialized_stages=2),
