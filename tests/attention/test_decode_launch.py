@@ -65,3 +65,19 @@ def test_every_call_of_a_launch_is_specialized_alike(monkeypatch: pytest.MonkeyP
     assert any(len(calls) > 1 for calls in RecordedLaunch.calls.values())
     for calls in RecordedLaunch.calls.values():
         assert len(set(calls)) == 1
+
+
+@pytest.mark.parametrize(("blocks", "merged_in_launch"), [(4096, True), (4097, False)])
+def test_long_rows_are_merged_by_a_second_launch(monkeypatch, blocks: int, merged_in_launch: bool) -> None:
+    """4096 blocks of 16 keys, 2 heads of 64 in FP16: 32 MiB of keys and values."""
+    monkeypatch.setattr(module, "FastLaunch", RecordedLaunch)
+    monkeypatch.setattr(module, "_plans", {})
+    monkeypatch.setattr(RecordedLaunch, "calls", {}, raising=False)
+    case = make_case(1, [(1, 40)], q_heads=4, kv_heads=2, dtype=torch.float16)
+    table = torch.zeros(1, blocks, dtype=torch.int32)
+    out = torch.empty_like(case.q)
+    options = {"scale": 0.125, "sliding_window": None, "softcap": None, "num_splits": 4, "out": out, "lse": None}
+    decode = module.prepare_decode(*case.decode[:3], table, case.seq_lens, **options)
+    for _ in range(2):
+        decode(*case.decode[:3], table, case.seq_lens, out, None, None)
+    assert [len(calls) for calls in RecordedLaunch.calls.values()] == ([2] if merged_in_launch else [2, 2])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,8 @@ capabilities = frozenset({PACKED_MATCHES_DECODE})
 _MIN_MMA_ROWS = 16
 # Of the separate merge, which takes one head a program.
 _MERGE_WARPS = 1
+# Keys and values that a GPU reads in about the time that the host needs for a second launch and the call around it.
+_MERGED_IN_LAUNCH_BYTES = 32 << 20
 
 
 def rejection_reasons(request: PrefillRequest, *, forced: bool = False) -> tuple[str, ...]:
@@ -39,10 +42,14 @@ def prepare_decode(
     out: torch.Tensor,
     lse: torch.Tensor | None,
 ) -> PreparedDecode:
-    """Eager, the last program of each row merges its parts, and the partial buffer is one that the stream reuses; under
-    capture a second kernel merges, and the buffer is the graph's own. Both give the same bits.
+    """Eager and short, the last program of each row merges its parts: the host issues one launch. Under capture, and
+    where the rows can be so long that the host is not what a call waits for, a second kernel merges, which takes all
+    parts at a time. The partial buffer is one that the stream reuses, under capture the graph's own. All give the same
+    bits.
     """
     on_gpu, rows = q.is_cuda, q.shape[0]
+    most_keys = rows * block_table.shape[1] * k_cache.shape[1]
+    short = 2 * most_keys * math.prod(k_cache.shape[2:]) * k_cache.element_size() <= _MERGED_IN_LAUNCH_BYTES
     start = _prepare(
         q,
         k_cache,
@@ -71,8 +78,20 @@ def prepare_decode(
         workspace: torch.Tensor | None,
     ) -> None:
         if rows:
-            merge_in_launch = not (on_gpu and torch.cuda.is_current_stream_capturing())
-            start(q, k_cache, v_cache, block_table, None, seq_lens, out, lse, workspace, merge_in_launch)
+            captured = on_gpu and torch.cuda.is_current_stream_capturing()
+            start(
+                q,
+                k_cache,
+                v_cache,
+                block_table,
+                None,
+                seq_lens,
+                out,
+                lse,
+                workspace,
+                merge_in_launch=short and not captured,
+                own_buffer=captured,
+            )
 
     return decode
 
@@ -119,7 +138,19 @@ def decode_rows(
             rows=rows,
             tiles=tiles,
         )
-        start(q, k_cache, v_cache, block_table, cu_seqlens_q, seq_lens, out, lse, workspace, merge_in_launch)
+        start(
+            q,
+            k_cache,
+            v_cache,
+            block_table,
+            cu_seqlens_q,
+            seq_lens,
+            out,
+            lse,
+            workspace,
+            merge_in_launch=merge_in_launch,
+            own_buffer=not merge_in_launch,
+        )
 
 
 def _prepare(
@@ -202,18 +233,21 @@ class _Start:
         out: torch.Tensor,
         lse: torch.Tensor | None,
         workspace: torch.Tensor | None,
+        *,
         merge_in_launch: bool,
+        own_buffer: bool,
     ) -> None:
         with on_device_of(q):
             if not self.contiguous_lengths:
                 seq_lens = seq_lens.contiguous()
             starts = seq_lens if cu_seqlens_q is None else cu_seqlens_q.contiguous()
-            if merge_in_launch:
-                buffers = _stream_buffers(q, self.device, self.floats, self.counters)
-                partial, counters = buffers.partial if workspace is None else workspace, buffers.counters
-            else:
+            if own_buffer:
                 partial = q.new_empty(self.floats, dtype=torch.float32) if workspace is None else workspace
                 counters = partial
+            else:
+                buffers = _stream_buffers(q, self.device, self.floats, self.counters)
+                partial = buffers.partial if workspace is None else workspace
+                counters = buffers.counters if merge_in_launch else partial
             # The kernels never touch what stands in for an absent tensor; it only has to be one of its type.
             lse_or_any = partial if lse is None else lse
             self.plan.decode[merge_in_launch](
