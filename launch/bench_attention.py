@@ -50,8 +50,8 @@ PREFILL = [
     for head_dim in (128, 256)
     for n, keys in ((2048, 2048), (8192, 8192), (32768, 32768), (2048, 34816), (2048, 155648))
 ]
-# Query tokens x keys up to which these peers are timed: a prompt of 32768 takes the first most of a second.
-LARGEST = {"decode per row": 2048 * 155648}
+# Query tokens x keys up to which these peers are timed: a call then takes tens of milliseconds.
+LARGEST = {"decode per row": 2048 * 34816}
 # A turn of a prefill is at least so long, in seconds at 400 TFLOPS: starting the graph then weighs nothing.
 TURN_S = 2e-3
 COPY_BYTES = 1 << 30
@@ -201,7 +201,7 @@ def measure_prefill(run: Run) -> None:
 
 
 def prefill_turn(run: Run, name: str, call: Callable[[], object], calls: int) -> Callable[[], float]:
-    """A turn of replayed calls; where none can be captured, of calls queued behind a kernel that lets the host run ahead."""
+    """A turn of replayed calls; of queued ones where they cannot be captured, behind a kernel that hides the host."""
     try:
         return on_many(graph_of([call] * calls), calls)
     # Whatever a library does that a capture refuses.
@@ -238,7 +238,7 @@ def check_call(problem: Problem, call: Callable[[], torch.Tensor]) -> None:
     problem.check(call())
 
 
-def measure_host(run: Run) -> None:
+def measure_decode_host(run: Run) -> None:
     """Host time of one eager decode: the queue is never full, so that the GPU does not count."""
     rows: list[list[object]] = []
     for shape in (Shape(1, 1, 512, 16, 16, 128), Shape(1, 1, 512, 12, 2, 128), Shape(8, 1, 512, 12, 2, 256)):
@@ -279,6 +279,11 @@ def measure_prefill_host(run: Run) -> None:
             rows.append([shape.name, name, seconds.as_time()])
             run.figures[f"prefill_host_{shape.key}_{name.replace(' ', '_')}_us"] = round(seconds.median * 1e6, 2)
     run.tables.append({"title": "Host cost of an eager prefill", "columns": ["shape", "call", "time"], "rows": rows})
+
+
+def measure_host(run: Run) -> None:
+    measure_decode_host(run)
+    measure_prefill_host(run)
 
 
 def host_turn(call: Callable[[], object], calls: int = 200) -> Callable[[], float]:
@@ -349,7 +354,6 @@ PARTS: dict[str, Callable[[Run], None]] = {
     "decode": measure_decode,
     "prefill": measure_prefill,
     "host": measure_host,
-    "prefill-host": measure_prefill_host,
 }
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from sass import disassemble
 
 from tpoverlap.attention.triton.common import padded_dim
 from tpoverlap.attention.triton.configs import decode_tiles, prefill_tiles
@@ -27,8 +28,9 @@ GPUS = {(7, 5): (65_536, None), (8, 6): (101_376, "HMMA"), (9, 0): (232_448, "HG
 HEAD_DIMS = (64, 128, 256)
 # Bytes of stack a thread may spill to: what the widest tiles do around their loops.
 SPILLS = {64: 0, 128: 0, 256: 64}
-# Its tiles were measured to be faster than smaller ones that do not spill.
-MEASURED_SPILLS = {("prefill", (9, 0), 256): 384}
+# A prefill may spill around its loops over keys, of whose several hundred instructions so many may be reloads.
+PREFILL_SPILLS = 512
+SPILLS_IN_A_STEP = 20
 POINTERS = {"lse": "*fp32", "partial": "*fp32", "counters": "*i32", "multiplier": "fp32", "tanh_factor": "fp32"}
 POINTERS |= dict.fromkeys(("block_table", "cu_seqlens_q", "seq_lens"), "*i32")
 POINTERS |= dict.fromkeys(("q", "k_cache", "v_cache", "out"), "*fp16")
@@ -59,7 +61,12 @@ def test_code_of_the_tiles(tmp_path, kind, capability, head_dim):
     assert compiled.metadata.shared <= shared
     usage = _tool("cuobjdump", "--dump-resource-usage", cubin)
     spilled = int(re.findall(r"STACK:(\d+)", usage)[0])
-    assert spilled <= MEASURED_SPILLS.get((kind, capability, head_dim), SPILLS[head_dim])
+    assert spilled <= (PREFILL_SPILLS if kind == "prefill" else SPILLS[head_dim])
+    if kind == "prefill":
+        product = instruction or "FFMA"
+        loops = [body for body in disassemble(cubin, "prefill_kernel").loops() if _count(body, product) > 8]
+        for body in sorted(loops, key=len)[:2]:
+            assert _count(body, "LDL") + _count(body, "STL") <= SPILLS_IN_A_STEP
     code = _tool("nvdisasm", "-c", cubin)
     if instruction is not None and kind == "decode":
         # Its 16 rows are too few for the instructions of a whole group of warps.
@@ -67,6 +74,10 @@ def test_code_of_the_tiles(tmp_path, kind, capability, head_dim):
     assert instruction is None or re.search(rf"\b{instruction}\b", code)
     # Keys and values come in pieces of 16 bytes.
     assert re.search(r"LDG(STS)?(\.\w+)*\.128", code)
+
+
+def _count(body, name):
+    return sum(i.name == name for i in body)
 
 
 def _compile(kernel, constants, capability, num_warps, num_stages):
