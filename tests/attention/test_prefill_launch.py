@@ -1,0 +1,106 @@
+"""What a prepared prefill gives its launches: arguments that are specialized alike, and work that shapes bound."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from attention_cases import make_case
+from prefill_parts import prefill_in_parts
+
+pytest.importorskip("triton")
+
+from tpoverlap.attention.triton import prefill as module
+from tpoverlap.attention.triton.configs import PrefillTiles
+from tpoverlap.attention.triton.gluon_available import hopper_prefill_available
+
+TILES = PrefillTiles(32, 32, 4, 1, part_keys=64)
+
+
+class RecordedLaunch:
+    """Stands for a FastLaunch; ``calls`` are the programs and named values of each call, by launch."""
+
+    calls: dict[RecordedLaunch, list[tuple[int, dict[str, Any], tuple[object, ...]]]]
+
+    def __init__(self, kernel: Any, constants: dict[str, Any], **options: int | bool) -> None:
+        self.kernel = kernel
+        self.free = set(kernel.do_not_specialize)
+        self.names = [parameter.name for parameter in kernel.params]
+        assert self.names[-len(constants) :] == list(constants)
+        self.constants = constants
+
+    def __call__(self, programs: int, tensors: Sequence[torch.Tensor], values: tuple[Any, ...]) -> None:
+        assert len(tensors) + len(values) + len(self.constants) == len(self.names)
+        named = dict(zip(self.names[len(tensors) :], values, strict=False))
+        kinds: list[object] = [tensor.dtype for tensor in tensors]
+        for name, value in named.items():
+            width = (-(2**31) <= value < 2**31) if isinstance(value, int) else None
+            kinds.append((type(value), width, None if name in self.free or isinstance(value, float) else value))
+        self.calls.setdefault(self, []).append((programs, named, tuple(kinds)))
+
+
+@pytest.fixture
+def calls(
+    monkeypatch: pytest.MonkeyPatch,
+) -> dict[RecordedLaunch, list[tuple[int, dict[str, Any], tuple[object, ...]]]]:
+    monkeypatch.setattr(module, "FastLaunch", RecordedLaunch)
+    monkeypatch.setattr(module, "_plans", {})
+    monkeypatch.setattr(RecordedLaunch, "calls", {}, raising=False)
+    return RecordedLaunch.calls
+
+
+@pytest.mark.parametrize("stages", [0, 2])
+def test_every_call_of_a_launch_is_specialized_alike(calls, stages: int) -> None:
+    """An int32 of the first call stays one: what is wider would be cut."""
+    tiles = dataclasses.replace(TILES, specialized_stages=stages)
+    for tokens in (1, 70):
+        case = make_case(tokens, [(tokens, 90)])
+        tables = [case.block_table, case.block_table.repeat(1, 9), case.block_table.t().contiguous().t()]
+        tables.append(case.block_table.as_strided(case.block_table.shape, (2**40, 1)))
+        for window in (None, 1, 37, 2**31 - 1, 2**31, 2**63, 2**70):
+            for softcap in (None, 5, 5.0):
+                for table in tables:
+                    here = dataclasses.replace(case, block_table=table)
+                    prefill_in_parts(here, tiles, sliding_window=window, softcap=softcap)
+    assert any(len(made) > 1 for made in calls.values())
+    specialized = bool(stages) and hopper_prefill_available()
+    assert any("STAGES" in launch.constants for launch in calls) == specialized
+    for made in calls.values():
+        assert len({kinds for _, _, kinds in made}) == 1
+
+
+@pytest.mark.parametrize(("tokens", "columns"), [(1, 1), (70, 5), (3000, 2000), (3000, 16000)])
+@pytest.mark.parametrize("window", [None, 1, 500])
+def test_programs_and_partial_results_are_bounded_by_shapes(
+    calls, tokens: int, columns: int, window: int | None
+) -> None:
+    case = make_case(1, [(tokens, 40)], q_heads=6, kv_heads=2)
+    wide = dataclasses.replace(case, block_table=case.block_table[:, :1].expand(1, columns))
+    limit = 64 << 20
+    prefill_in_parts(wide, TILES, sliding_window=window, max_partial_bytes=limit)
+    launches = [made for launch, made in calls.items() if "merge" not in launch.kernel.__name__]
+    merges = [made for launch, made in calls.items() if "merge" in launch.kernel.__name__]
+    slabs = launches[0]
+    # All tiles once, one after the other: tokens x 3 heads in tiles of 32 rows, one more for the request and one after.
+    ends = [named["first_tile"] + named["tiles"] for _, named, _ in slabs]
+    assert [0, *ends[:-1]] == [named["first_tile"] for _, named, _ in slabs]
+    assert ends[-1] == tokens * 3 // 32 + 2
+    for programs, named, _ in slabs:
+        parts, slots = named["max_parts"], named["slots"]
+        assert programs == slots * named["tiles"] * 2
+        assert 1 <= slots <= parts
+        assert programs <= max(2 * 12, 2 * named["tiles"])
+        assert parts * 64 >= min(columns * 16, window + 32 + 32 if window else columns * 16)
+        assert parts == 1 or named["tiles"] == 1 or 4 * 2 * named["tiles"] * parts * 32 * 66 <= limit
+    assert bool(merges) == (slabs[0][1]["max_parts"] > 1)
+    if merges:
+        assert [programs for programs, _, _ in merges[0]] == [2 * 2 * named["tiles"] for _, named, _ in slabs]
+
+
+def test_no_tokens_launch_nothing(calls) -> None:
+    case = make_case(1, [(0, 40)])
+    prefill_in_parts(case, TILES)
+    assert not calls
