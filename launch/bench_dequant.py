@@ -18,7 +18,6 @@ import torch
 import torch.nn.functional as F
 from bench_common import Arm, Comparison, alternate, on_gpu, write_json
 
-from tpoverlap.cuda.device import device_facts
 from tpoverlap.cuda.kernel import Kernel
 from tpoverlap.cuda.nvrtc import compile_cuda
 from tpoverlap.quant.nvfp4 import (
@@ -209,7 +208,7 @@ def measure_small_batch(run: Run) -> None:
                     graph_arm("fused", fused, partial(check_product, fused[0], x, weights[0])),
                     graph_arm("dequantize + GEMM", both, partial(check_product, both[0], x, weights[0])),
                     graph_arm("dense GEMM", multiply, partial(check_product, multiply[0], x, weights[0])),
-                    empty_arm(shape[0]),
+                    empty_arm(weights[0]),
                 ]
                 label = f"{shape[0]} x {shape[1]}, {m} {NAMES[dtype]} rows"
                 result = alternate(arms, run.repetitions, label=label)
@@ -334,16 +333,14 @@ def torch_arm(weights: Sequence[NVFP4Tensor], targets: Sequence[torch.Tensor]) -
     return graph_arm("torch FP16", [partial(torch_backend.dequantize_into, *pair) for pair in pairs], check)
 
 
-def empty_arm(rows: int) -> Arm:
-    """A kernel that does nothing, with as many blocks as the fused one takes for that many rows of W."""
+def empty_arm(weight: NVFP4Tensor) -> Arm:
+    """A kernel that does nothing, with as many blocks and threads as the fused one takes for this weight."""
     major, minor = torch.cuda.get_device_capability()
     source = 'struct Nothing { int unused; };\nextern "C" __global__ void empty(const Nothing nothing) {}\n'
     image = compile_cuda(source, name="empty.cu", arch=f"sm_{major}{minor}")
-    facts = device_facts(torch.cuda.current_device())
-    warps = small_batch.blocks_for(rows, facts.num_sms, facts.capability).warps
-    kernel = Kernel(image, "empty", facts.ordinal, block=32 * warps)
-    grid, argument = (-(-rows // small_batch.BLOCK_ROWS), 1, 1), _Nothing()
-    return graph_arm("empty kernel", [partial(kernel.launch, grid, argument)], lambda: None)
+    blocks, threads = small_batch.launch_size(weight)
+    kernel = Kernel(image, "empty", torch.cuda.current_device(), block=threads)
+    return graph_arm("empty kernel", [partial(kernel.launch, (blocks, 1, 1), _Nothing())], lambda: None)
 
 
 class _Nothing(ctypes.Structure):

@@ -1,4 +1,4 @@
-"""The product of few rows on the CPU, from the kernel's own source: see emulated_small_batch.h."""
+"""The product of few rows on the CPU, from the kernels' own sources: see emulated_small_batch.h and ..._bulk.h."""
 
 from __future__ import annotations
 
@@ -11,23 +11,33 @@ from unittest.mock import patch
 import torch
 from emulated_build import build
 
-from tpoverlap.quant.nvfp4 import NVFP4Tensor, small_batch
+from tpoverlap.quant.nvfp4 import NVFP4Tensor, small_batch, small_batch_bulk
 from tpoverlap.quant.nvfp4.small_batch import SOME_ROWS, Blocks
+from tpoverlap.quant.nvfp4.small_batch_bulk import Plan
 
-KERNEL = Path(small_batch.__file__).with_name("small_batch.cu")
-SOURCE = small_batch.source()
 _GAP = 1024
 # Where a tensor lies within 256 bytes: no better aligned than the kernel demands.
 _OFFSETS = {"codes": 16, "scales": 2, "global_scale": 4, "x": 16, "bias": 2, "y": 2}
+_OFFSETS_BULK = _OFFSETS | {"scales": small_batch_bulk.SCALES_ALIGNMENT}
 _UNWRITTEN = 0x5A
 
 
+def kernel_name(layout: Blocks | Plan) -> str:
+    return "small_batch_bulk" if isinstance(layout, Plan) else "small_batch"
+
+
+def library(dtype: torch.dtype, layout: Blocks | Plan = SOME_ROWS, source: str | None = None) -> ctypes.CDLL:
+    """The emulation for x in this dtype, compiled once a process. source: the kernel's own, where it is None."""
+    name = kernel_name(layout)
+    return _library(name, small_batch.compile_options(dtype, layout), source or small_batch.source(name))
+
+
 @functools.cache
-def library(dtype: torch.dtype, source: str = SOURCE, blocks: Blocks = SOME_ROWS) -> ctypes.CDLL:
-    """The emulation for x in this dtype, compiled once a process."""
-    entry = Path(__file__).with_name("emulated_small_batch.cpp")
-    loaded = build(entry, KERNEL.name, source, "-O1", *small_batch.compile_options(dtype, blocks))
-    assert loaded.arguments_size() == ctypes.sizeof(small_batch._Arguments)
+def _library(name: str, options: tuple[str, ...], source: str) -> ctypes.CDLL:
+    entry = Path(__file__).with_name(f"emulated_{name}.cpp")
+    loaded = build(entry, f"{name}.cu", source, "-O1", *options)
+    arguments = small_batch_bulk.Arguments if name == "small_batch_bulk" else small_batch._Arguments
+    assert loaded.arguments_size() == ctypes.sizeof(arguments)
     return loaded
 
 
@@ -38,17 +48,17 @@ def linear(
     *,
     seed: int = 0,
     emulation: ctypes.CDLL | None = None,
-    blocks: Blocks = SOME_ROWS,
+    layout: Blocks | Plan = SOME_ROWS,
 ) -> torch.Tensor:
     """:func:`small_batch.linear` for tensors on the CPU; a fault of the kernel raises AssertionError.
 
     seed: of the order of warps.
     """
-    kernel = _EmulatedKernel(emulation or library(x.dtype, blocks=blocks), seed)
+    kernel = _EmulatedKernel(emulation or library(x.dtype, layout), layout, seed)
     with (
         patch.object(small_batch, "rejection", lambda x, weight: None),
-        patch.object(small_batch, "_blocks", lambda n, ordinal: blocks),
-        patch.object(small_batch, "_kernel", lambda ordinal, dtype, blocks: kernel),
+        patch.object(small_batch, "_layout", lambda weight, ordinal: layout),
+        patch.object(small_batch, "_kernel", lambda ordinal, dtype, layout: kernel),
     ):
         return small_batch.linear(x, weight, bias)
 
@@ -60,12 +70,14 @@ class _EmulatedKernel:
     as before when the kernel has ended, and what it loads must be part of an input.
     """
 
-    def __init__(self, emulation: ctypes.CDLL, seed: int) -> None:
+    def __init__(self, emulation: ctypes.CDLL, layout: Blocks | Plan, seed: int) -> None:
         self._emulation = emulation
+        self._shared_bytes = layout.shared_bytes if isinstance(layout, Plan) else 0
+        self._offsets = _OFFSETS_BULK if isinstance(layout, Plan) else _OFFSETS
         self._seed = seed
 
     def launch(self, grid: Sequence[int], arguments: ctypes.Structure) -> None:
-        moved = small_batch._Arguments.from_buffer_copy(arguments)
+        moved = type(arguments).from_buffer_copy(arguments)
         n, k, m = moved.n, moved.k, moved.m
         sizes = {
             "codes": n * k // 2,
@@ -77,7 +89,7 @@ class _EmulatedKernel:
         }
         starts, end = {}, 0
         for name, size in sizes.items():
-            starts[name] = (end + _GAP) // 256 * 256 + _OFFSETS[name]
+            starts[name] = (end + _GAP) // 256 * 256 + self._offsets[name]
             end = starts[name] + size
         memory = torch.full((end + _GAP,), 0xFF, dtype=torch.uint8)
         assert memory.data_ptr() % 16 == 0
@@ -97,6 +109,7 @@ class _EmulatedKernel:
         failed = self._emulation.run_small_batch(
             ctypes.byref(moved),
             grid[0],
+            self._shared_bytes,
             (ctypes.c_uint64 * len(ranges))(*ranges),
             len(ranges) // 2,
             ctypes.c_uint64(self._seed),

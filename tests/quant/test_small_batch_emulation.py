@@ -6,15 +6,15 @@ import ctypes
 import functools
 
 import emulated_small_batch as emulation
-import numpy as np
 import pytest
 import torch
 from emulated_build import COMPILER
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from nvfp4_reference import all_codes, random_weight, reference_fp32
+from nvfp4_reference import all_codes, random_weight
+from small_batch_problems import assert_equal, codes_times_scales, error_bound, exact, exact_problem, random_rows
 
-from tpoverlap.quant.nvfp4 import NVFP4Tensor, concat_columns
+from tpoverlap.quant.nvfp4 import NVFP4Tensor, concat_columns, small_batch
 from tpoverlap.quant.nvfp4.small_batch import MANY_ROWS, SOME_ROWS, Blocks
 
 pytestmark = [
@@ -26,61 +26,6 @@ pytestmark = [
 DTYPES = (torch.float16, torch.bfloat16)
 both_dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 eight_and_four_warps = pytest.mark.parametrize("blocks", [SOME_ROWS, MANY_ROWS], ids=str)
-
-
-def codes_times_scales(weight: NVFP4Tensor) -> torch.Tensor:
-    """[N, K] in FP64, exactly."""
-    one = NVFP4Tensor(weight.codes, weight.scales, torch.tensor(1.0), weight.shape)
-    return torch.from_numpy(reference_fp32(one)).double()
-
-
-def random_rows(m: int, k: int, seed: int, dtype: torch.dtype) -> torch.Tensor:
-    return torch.randn(m, k, generator=torch.Generator().manual_seed(seed)).to(dtype)
-
-
-def exact(x: torch.Tensor, weight: NVFP4Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """The result in FP64."""
-    product = x.double() @ codes_times_scales(weight).T * weight.global_scale.double()
-    return product if bias is None else product + bias.double()
-
-
-def error_bound(
-    x: torch.Tensor, weight: NVFP4Tensor, bias: torch.Tensor | None, warps: int = SOME_ROWS.warps
-) -> torch.Tensor:
-    """What FP32 sums and one rounding of the result may cost (Higham's gamma of a product's longest chain)."""
-    k = weight.shape[1]
-    magnitude = x.double().abs() @ codes_times_scales(weight).abs().T * weight.global_scale.double().abs()
-    if bias is not None:
-        magnitude += bias.double().abs()
-    # A product passes through the sums of its warp, 128 k of every 128 * warps, and of all warps; then the global scale
-    # and the bias.
-    roundings = 128 * -(-k // (128 * warps)) + warps + 2
-    gamma = roundings * 2.0**-24 / (1 - roundings * 2.0**-24)
-    info = torch.finfo(x.dtype)
-    of_sums = gamma * magnitude
-    of_result = info.eps / 2 * (exact(x, weight, bias).abs() + of_sums) + info.smallest_normal * info.eps / 2
-    return of_sums + of_result
-
-
-def assert_equal(got: torch.Tensor, want: torch.Tensor, context: str = "") -> None:
-    wrong = (got != want) & ~(got.isnan() & want.isnan())
-    assert not wrong.any(), f"{context} wrong results, first at {tuple(wrong.nonzero()[0].tolist())}"
-
-
-def exact_problem(
-    n: int, k: int, m: int, seed: int, dtype: torch.dtype, *, per_row: bool, with_bias: bool
-) -> tuple[torch.Tensor, NVFP4Tensor, torch.Tensor | None]:
-    """Values of so few bits that every FP32 sum is exact, in any order: the result is rounded once."""
-    rng = np.random.default_rng(seed)
-    codes = torch.from_numpy(rng.integers(0, 256, (n, k // 2), dtype=np.uint8))
-    # 0.5 to 3.75, of either sign: a product is at most 180, in steps of 1/32
-    magnitudes = rng.integers(0x30, 0x48, (n, k // 16), dtype=np.uint8)
-    scales = torch.from_numpy(magnitudes | rng.choice(np.array([0, 0x80], np.uint8), magnitudes.shape))
-    exponents = torch.from_numpy(rng.integers(-8, 1, (n,) if per_row else ()))
-    weight = NVFP4Tensor(codes, scales.view(torch.float8_e4m3fn), torch.exp2(exponents.float()), (n, k))
-    x = torch.from_numpy(rng.integers(-8, 9, (m, k))).to(dtype)
-    bias = torch.from_numpy(rng.integers(-8, 9, n)).to(dtype) if with_bias else None
-    return x, weight, bias
 
 
 @both_dtypes
@@ -120,7 +65,7 @@ def test_sums_that_fp32_holds_are_exact(
     n: int, k: int, m: int, seed: int, per_row: bool, with_bias: bool, dtype: torch.dtype, blocks: Blocks
 ) -> None:
     x, weight, bias = exact_problem(n, k, m, seed, dtype, per_row=per_row, with_bias=with_bias)
-    assert_equal(emulation.linear(x, weight, bias, seed=seed, blocks=blocks), exact(x, weight, bias).to(dtype))
+    assert_equal(emulation.linear(x, weight, bias, seed=seed, layout=blocks), exact(x, weight, bias).to(dtype))
 
 
 @eight_and_four_warps
@@ -133,8 +78,8 @@ def test_the_error_is_that_of_fp32_sums(
     weight = random_weight(n, k, seed=seed, per_row=per_row)
     x = random_rows(m, k, seed, dtype)
     bias = random_rows(1, n, seed + 1, dtype)[0] if with_bias else None
-    error = (emulation.linear(x, weight, bias, seed=seed, blocks=blocks).double() - exact(x, weight, bias)).abs()
-    assert (error <= error_bound(x, weight, bias, blocks.warps)).all()
+    error = (emulation.linear(x, weight, bias, seed=seed, layout=blocks).double() - exact(x, weight, bias)).abs()
+    assert (error <= error_bound(x, weight, bias, blocks)).all()
 
 
 @eight_and_four_warps
@@ -147,7 +92,7 @@ def test_a_nan_scale_marks_its_row_wherever_it_stands(k: int, dtype: torch.dtype
     scales = weight.scales.view(torch.uint8)
     for group in range(groups):
         scales[group, group] = (0x7F, 0xFF)[group % 2]
-    y = emulation.linear(torch.zeros(2, k, dtype=dtype), weight, blocks=blocks)
+    y = emulation.linear(torch.zeros(2, k, dtype=dtype), weight, layout=blocks)
     assert y[:, :groups].isnan().all()
     assert not y[:, groups:].any()
 
@@ -190,7 +135,7 @@ def test_a_row_has_the_same_bits_in_any_batch_and_any_order_of_warps(
 ) -> None:
     weight = random_weight(20, k, seed=4)
     x = random_rows(8, k, 5, dtype)
-    linear = functools.partial(emulation.linear, weight=weight, blocks=blocks)
+    linear = functools.partial(emulation.linear, weight=weight, layout=blocks)
     batch = linear(x)
     for row in range(8):
         assert torch.equal(linear(x[row : row + 1], seed=row), batch[row : row + 1])
@@ -259,14 +204,15 @@ def examine(emulated: ctypes.CDLL, dtype: torch.dtype) -> None:
 @functools.cache
 def with_mistakes(dtype: torch.dtype) -> ctypes.CDLL:
     """One build with all of the dtype's mistakes, of which plant(i) chooses one."""
-    source = emulation.SOURCE
+    own = source = small_batch.source()
     for i, (dtypes, right, wrong, _) in enumerate(MISTAKES):
         if dtype not in dtypes:
             continue
-        assert emulation.SOURCE.count(right) == 1
+        assert own.count(right) == 1
         at = source.rindex(right)  # it stands again in an earlier mistake of the same place
         source = f"{source[:at]}(planted == {i} ? {wrong} : ({right})){source[at + len(right) :]}"
-    return emulation.library(dtype, f'static int planted; extern "C" void plant(int i) {{ planted = i; }}\n{source}')
+    source = f'static int planted; extern "C" void plant(int i) {{ planted = i; }}\n{source}'
+    return emulation.library(dtype, source=source)
 
 
 @both_dtypes

@@ -9,6 +9,7 @@ from nvfp4_reference import all_codes, random_weight
 from tpoverlap.errors import UnsupportedError
 from tpoverlap.quant import DequantWorkspace, NVFP4Linear
 from tpoverlap.quant.nvfp4 import NVFP4Tensor, concat_columns, dequantize, small_batch
+from tpoverlap.quant.nvfp4.small_batch_bulk import Plan
 
 pytestmark = pytest.mark.gpu
 
@@ -57,7 +58,7 @@ def test_any_blocks_match_fp64_and_give_a_row_its_bits(
     n: int, k: int, dtype: torch.dtype, blocks: small_batch.Blocks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Small weights take the first ones alone."""
-    monkeypatch.setattr(small_batch, "_blocks", lambda n, ordinal: blocks)
+    monkeypatch.setattr(small_batch, "_layout_for", lambda n, k, aligned, ordinal: blocks)
     weight = random_weight(n, k, seed=n, per_row=True).to("cuda")
     x = random_rows(8, k, 9, dtype)
     batch = small_batch.linear(x, weight)
@@ -182,3 +183,104 @@ def test_what_the_kernel_does_not_take_is_refused_with_the_reason() -> None:
     layer = NVFP4Linear(narrow, dtype=half)
     x = random_rows(2, 48, 17, half)
     assert torch.equal(layer(x), torch.nn.functional.linear(x, dequantize(narrow, half)))
+
+
+in_bulk = pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_capability() < (9, 0), reason="needs compute capability 9.0"
+)
+
+
+@in_bulk
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("n", "k", "m"),
+    [
+        (1, 256, 1),
+        (16, 512, 3),
+        (129, 1280, 5),
+        (300, 2560, 2),
+        (33, 5120, 7),
+        (5000, 2560, 8),
+        (5120, 8704, 8),
+        (4000, 3328, 6),
+        (2111, 6912, 4),
+        (2113, 9216, 8),
+        (8192, 5120, 8),
+        (60_007, 512, 6),
+        (151_936, 1024, 1),
+    ],
+)
+def test_weights_that_bulk_copies_bring(n: int, k: int, m: int, dtype: torch.dtype) -> None:
+    weight = random_weight(n, k, seed=n + k, per_row=bool(m % 2)).to("cuda")
+    assert isinstance(small_batch._layout(weight, 0), Plan)
+    x = random_rows(m, k, m, dtype)
+    bias = random_rows(1, n, m + 1, dtype)[0] if m % 3 == 0 else None
+    got = small_batch.linear(x, weight, bias)
+    assert_close_to_fp64(got, x, weight, bias)
+    for row in range(m):
+        assert torch.equal(small_batch.linear(x[row : row + 1], weight, bias), got[row : row + 1])
+
+
+@in_bulk
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_code_under_every_scale_in_bulk(dtype: torch.dtype) -> None:
+    wide = concat_columns([all_codes(0.5).to("cuda")] * 16)
+    assert isinstance(small_batch._layout(wide, 0), Plan)
+    values = dequantize(wide, torch.float32)
+    for column in (*range(0, 64, 8), 248, 504):
+        x = torch.zeros(8, 512, dtype=dtype, device="cuda")
+        x[torch.arange(8), column + torch.arange(8)] = 1.0
+        got = small_batch.linear(x, wide)
+        wanted = values[:, column : column + 8].T.to(dtype)
+        assert torch.equal(got.isnan(), wanted.isnan() | values.isnan().any(1))
+        assert torch.equal(got[~got.isnan()], wanted[~got.isnan()])
+
+
+@in_bulk
+def test_scales_that_start_on_two_bytes_take_the_other_kernel() -> None:
+    weight = random_weight(300, 512, seed=21).to("cuda")
+    memory = torch.zeros(weight.scales.numel() + 2, dtype=torch.uint8, device="cuda")
+    memory[2:] = weight.scales.view(torch.uint8).flatten()
+    scales = memory[2:].view(300, 32).view(torch.float8_e4m3fn)
+    moved = NVFP4Tensor(weight.codes, scales, weight.global_scale, weight.shape)
+    assert isinstance(small_batch._layout(moved, 0), small_batch.Blocks)
+    x = random_rows(4, 512, 22, torch.bfloat16)
+    assert_close_to_fp64(small_batch.linear(x, moved), x, weight)
+
+
+@in_bulk
+@pytest.mark.parametrize("in_graph", [False, True])
+def test_launches_see_what_the_ones_before_wrote(in_graph: bool) -> None:
+    """A chain in which each product's x is the result of the one before, and a weight is written between two products.
+
+    Blocks of the next kernel start before the one before has ended.
+    """
+    weights = [random_weight(2048, 2048, seed=s).to("cuda") for s in range(4)]
+    other = random_weight(2048, 2048, seed=9).to("cuda")
+    first = random_rows(3, 2048, 23, torch.bfloat16)
+    changing = random_weight(2048, 2048, seed=10).to("cuda")
+
+    def chain(pause: bool) -> list[torch.Tensor]:
+        results = [first]
+        for i in range(12):
+            weight = weights[i % 4]
+            if i % 4 == 3:
+                changing.codes.copy_((weight if i % 8 == 3 else other).codes)
+                weight = changing
+            results.append(small_batch.linear(small_batch.linear(results[-1], weight), weights[0]))
+            results.append((results[-1] / results[-1].float().std()).to(torch.bfloat16))
+            if pause:
+                torch.cuda.synchronize()
+        return results
+
+    wanted = chain(pause=True)
+    if in_graph:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            got = chain(pause=False)
+    for _ in range(30):
+        if in_graph:
+            graph.replay()
+        else:
+            got = chain(pause=False)
+        assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))

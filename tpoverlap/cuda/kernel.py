@@ -17,11 +17,22 @@ from tpoverlap.errors import UnsupportedError
 class Kernel:
     """One kernel of a cubin or PTX image, ready on one device.
 
-    block: threads of a block. shared_bytes: dynamic shared memory of a block. A library is loaded once and stays until
-    the process ends. Loading is allowed while a stream is being captured.
+    block: threads of a block. shared_bytes: dynamic shared memory of a block. programmatic: its blocks may start before
+    the kernel ahead on the stream has ended (programmatic dependent launch, compute capability 9.0): its code waits by
+    griddepcontrol.wait before it touches global memory. A library is loaded once and stays until the process ends.
+    Loading is allowed while a stream is being captured.
     """
 
-    def __init__(self, image: bytes, name: str, ordinal: int, *, block: int, shared_bytes: int = 0) -> None:
+    def __init__(
+        self,
+        image: bytes,
+        name: str,
+        ordinal: int,
+        *,
+        block: int,
+        shared_bytes: int = 0,
+        programmatic: bool = False,
+    ) -> None:
         facts = device_facts(ordinal)
         if shared_bytes > facts.shared_memory_per_block:
             raise UnsupportedError(
@@ -32,6 +43,7 @@ class Kernel:
         self._ordinal = ordinal
         self._block = block
         self._shared_bytes = shared_bytes
+        self._programmatic = programmatic
         with self._context(), _capture_tolerated():
             library = _load_library(image, name, facts)
             kernel = call("cuLibraryGetKernel", library, name.encode())
@@ -52,6 +64,9 @@ class Kernel:
         pointers = (ctypes.c_void_p * 1)(ctypes.addressof(arguments))
         with self._context():
             stream = torch.cuda.current_stream(self._ordinal).cuda_stream
+            if self._programmatic:
+                call("cuLaunchKernelEx", self._config(grid, stream), self._function, ctypes.addressof(pointers), 0)
+                return
             call(
                 "cuLaunchKernel",
                 self._function,
@@ -64,6 +79,18 @@ class Kernel:
                 ctypes.addressof(pointers),
                 0,
             )
+
+    def _config(self, grid: tuple[int, int, int], stream: int) -> Any:
+        config, attribute = driver().CUlaunchConfig(), driver().CUlaunchAttribute()
+        config.gridDimX, config.gridDimY, config.gridDimZ = grid
+        config.blockDimX, config.blockDimY, config.blockDimZ = self._block, 1, 1
+        config.sharedMemBytes = self._shared_bytes
+        config.hStream = driver().CUstream(stream)
+        attribute.id = driver().CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        attribute.value.programmaticStreamSerializationAllowed = 1
+        config.attrs = [attribute]
+        config.numAttrs = 1
+        return config
 
     @contextmanager
     def _context(self) -> Iterator[None]:

@@ -1,4 +1,8 @@
-"""Decode-sized products with an NVFP4 weight: 1 to 8 rows of x, the 4-bit weight read once by tensor-core CUDA C++."""
+"""Decode-sized products with an NVFP4 weight: 1 to 8 rows of x, the 4-bit weight read once by tensor-core CUDA C++.
+
+Two kernels: small_batch_bulk.cu, which the copy engine of compute capability 9.0 and later feeds through shared memory,
+wherever :func:`tpoverlap.quant.nvfp4.small_batch_bulk.plan_for` has a plan for the weight; small_batch.cu for the rest.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +18,13 @@ from tpoverlap.cuda.device import device_facts
 from tpoverlap.cuda.kernel import Kernel
 from tpoverlap.cuda.nvrtc import compile_cuda
 from tpoverlap.errors import TpOverlapError, UnsupportedError
+from tpoverlap.quant.nvfp4 import small_batch_bulk
 from tpoverlap.quant.nvfp4.format import NVFP4Tensor
+from tpoverlap.quant.nvfp4.small_batch_bulk import Plan
 
 MAX_ROWS = 8
 BLOCK_ROWS = 16
-"""Rows of W that one block takes; a constant of the kernel."""
+"""Rows of W that one block of small_batch.cu takes; a constant of the kernel."""
 _K_MULTIPLE = 32  # rows of the codes then start on 16 bytes
 
 
@@ -39,7 +45,10 @@ class _Arguments(ctypes.Structure):
 
 @dataclass(frozen=True)
 class Blocks:
-    """How a launch is built. warps: of a block, which share its K. per_sm: blocks for which registers must suffice."""
+    """How a launch of small_batch.cu is built.
+
+    warps: of a block, which share its K. per_sm: blocks for which registers must suffice.
+    """
 
     warps: int
     per_sm: int
@@ -78,11 +87,11 @@ def rejection(x: torch.Tensor, weight: NVFP4Tensor) -> str | None:
         return f"the weight is {[n, k]}, K must be a multiple of {_K_MULTIPLE} up to 2**24"
     if weight.codes.data_ptr() % 16 or weight.scales.data_ptr() % 2:
         return "codes must start on 16 bytes and scales on 2"
-    return _unavailable(x.device.index, x.dtype, _blocks(n, x.device.index))
+    return _unavailable(x.device.index, x.dtype, _layout(weight, x.device.index))
 
 
 @functools.cache
-def _unavailable(ordinal: int, dtype: torch.dtype, blocks: Blocks) -> str | None:
+def _unavailable(ordinal: int, dtype: torch.dtype, layout: Blocks | Plan) -> str | None:
     """Why the kernel does not run on this device in this dtype; None if it does. Compiles and loads it."""
     if dtype not in (torch.float16, torch.bfloat16):
         return f"{dtype} is not supported: FP16 and BF16 are"
@@ -91,7 +100,7 @@ def _unavailable(ordinal: int, dtype: torch.dtype, blocks: Blocks) -> str | None
     if capability < needed:
         return f"{dtype} needs compute capability {_dotted(needed)}, the device has {_dotted(capability)}"
     try:
-        _kernel(ordinal, dtype, blocks)
+        _kernel(ordinal, dtype, layout)
     except TpOverlapError as error:
         warnings.warn(f"NVFP4 layers dequantize their weights for every decode step: {error}", stacklevel=2)
         return str(error)
@@ -118,7 +127,9 @@ def linear(x: torch.Tensor, weight: NVFP4Tensor, bias: torch.Tensor | None = Non
     bias = None if bias is None else bias.contiguous()
     m = rows.shape[0]
     y = torch.empty(m, n, dtype=x.dtype, device=x.device)
-    arguments = _Arguments(
+    layout = _layout(weight, x.device.index)
+    kernel = _kernel(x.device.index, x.dtype, layout)
+    common = (
         *(t.data_ptr() for t in (weight.codes, weight.scales, weight.global_scale, rows)),
         None if bias is None else bias.data_ptr(),
         y.data_ptr(),
@@ -127,38 +138,70 @@ def linear(x: torch.Tensor, weight: NVFP4Tensor, bias: torch.Tensor | None = Non
         m,
         weight.global_scale.ndim,
     )
-    kernel = _kernel(x.device.index, x.dtype, _blocks(n, x.device.index))
-    kernel.launch((-(-n // BLOCK_ROWS), 1, 1), arguments)
+    if isinstance(layout, Plan):
+        plan = (layout.block_rows, layout.tile_rows, layout.slots)
+        arguments: ctypes.Structure = small_batch_bulk.Arguments(*common, *plan)
+    else:
+        arguments = _Arguments(*common)
+    kernel.launch((_launch_size(layout, n)[0], 1, 1), arguments)
     return y.view(*x.shape[:-1], n)
+
+
+def launch_size(weight: NVFP4Tensor) -> tuple[int, int]:
+    """Blocks of a launch with this weight on its device, and threads of a block."""
+    return _launch_size(_layout(weight, weight.device.index), weight.shape[0])
+
+
+def _launch_size(layout: Blocks | Plan, n: int) -> tuple[int, int]:
+    if isinstance(layout, Plan):
+        return layout.blocks, small_batch_bulk.THREADS
+    return -(-n // BLOCK_ROWS), 32 * layout.warps
 
 
 def _dotted(capability: tuple[int, int]) -> str:
     return f"{capability[0]}.{capability[1]}"
 
 
+def _layout(weight: NVFP4Tensor, ordinal: int) -> Blocks | Plan:
+    """How the product with this weight is built, whatever x is: a row of x has the same bits in any batch."""
+    aligned = weight.scales.data_ptr() % small_batch_bulk.SCALES_ALIGNMENT == 0
+    return _layout_for(*weight.shape, aligned, ordinal)
+
+
 @functools.cache
-def _blocks(n: int, ordinal: int) -> Blocks:
+def _layout_for(n: int, k: int, aligned: bool, ordinal: int) -> Blocks | Plan:
     facts = device_facts(ordinal)
-    return blocks_for(n, facts.num_sms, facts.capability)
+    plan = small_batch_bulk.plan_for(n, k, facts) if aligned else None
+    return plan or blocks_for(n, facts.num_sms, facts.capability)
 
 
 @functools.cache
-def _kernel(ordinal: int, dtype: torch.dtype, blocks: Blocks) -> Kernel:
+def _kernel(ordinal: int, dtype: torch.dtype, layout: Blocks | Plan) -> Kernel:
     major, minor = device_facts(ordinal).capability
-    image = compile_cuda(
-        source(), name="small_batch.cu", arch=f"sm_{major}{minor}", options=compile_options(dtype, blocks)
-    )
-    return Kernel(image, "nvfp4_small_batch", ordinal, block=32 * blocks.warps)
+    name = "small_batch_bulk" if isinstance(layout, Plan) else "small_batch"
+    options = compile_options(dtype, layout)
+    image = compile_cuda(source(name), name=f"{name}.cu", arch=f"sm_{major}{minor}", options=options)
+    if isinstance(layout, Plan):
+        return Kernel(
+            image,
+            "nvfp4_small_batch_bulk",
+            ordinal,
+            block=small_batch_bulk.THREADS,
+            shared_bytes=layout.shared_bytes,
+            programmatic=True,
+        )
+    return Kernel(image, "nvfp4_small_batch", ordinal, block=32 * layout.warps)
 
 
-def source() -> str:
-    return resources.files(__package__).joinpath("small_batch.cu").read_text()
+def source(name: str = "small_batch") -> str:
+    """The text of one of the two kernels, small_batch or small_batch_bulk, behind what they share."""
+    folder = resources.files(__package__)
+    return folder.joinpath("small_batch_common.cuh").read_text() + "\n" + folder.joinpath(f"{name}.cu").read_text()
 
 
-def compile_options(dtype: torch.dtype, blocks: Blocks) -> tuple[str, ...]:
+def compile_options(dtype: torch.dtype, layout: Blocks | Plan) -> tuple[str, ...]:
     """The macros of the source."""
-    return (
-        f"-DBF16={int(dtype == torch.bfloat16)}",
-        f"-DWARPS={blocks.warps}",
-        f"-DBLOCKS_PER_SM={blocks.per_sm}",
-    )
+    bf16 = f"-DBF16={int(dtype == torch.bfloat16)}"
+    if isinstance(layout, Plan):
+        return bf16, f"-DSTEPS={layout.steps}", f"-DCHUNKS={layout.chunks}"
+    return bf16, f"-DWARPS={layout.warps}", f"-DBLOCKS_PER_SM={layout.per_sm}"

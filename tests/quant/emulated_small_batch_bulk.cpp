@@ -1,0 +1,6 @@
+// Entry point of the emulation: launches of the kernel in small_batch_bulk.cu, see emulated_small_batch_bulk.h.
+#define TPOVERLAP_EMULATED_GPU "emulated_small_batch_bulk.h"
+#include "small_batch_bulk.cu"
+
+#define KERNEL nvfp4_small_batch_bulk
+#include "emulated_small_batch_run.h"

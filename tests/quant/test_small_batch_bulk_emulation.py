@@ -1,0 +1,207 @@
+"""The fused product that bulk copies feed, its own source run on the CPU: values, bits, races, planted mistakes."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+
+import emulated_small_batch as emulation
+import pytest
+import torch
+from emulated_build import COMPILER
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from nvfp4_reference import all_codes, random_weight
+from small_batch_problems import assert_equal, codes_times_scales, error_bound, exact, exact_problem, random_rows
+
+from tpoverlap.cuda.device import DeviceFacts
+from tpoverlap.quant.nvfp4 import concat_columns, small_batch
+from tpoverlap.quant.nvfp4.small_batch_bulk import Plan, plan_for
+
+pytestmark = [
+    pytest.mark.skipif(COMPILER is None, reason="no C++ compiler"),
+    # The first tests compile the emulation.
+    pytest.mark.timeout(200),
+]
+
+DTYPES = (torch.float16, torch.bfloat16)
+both_dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+
+
+def layout(n: int, k: int, num_sms: int = 3, shared_bytes: int = 232_448) -> Plan:
+    """What a device of so few SMs takes, whose blocks then have several tiles."""
+    plan = plan_for(n, k, DeviceFacts(0, "few SMs", (9, 0), num_sms, shared_bytes, 0))
+    assert plan
+    return plan
+
+
+def two_slots(n: int, k: int, num_sms: int = 1) -> Plan:
+    """The smallest ring."""
+    return min(
+        (
+            plan
+            for kb in range(227, 16, -1)
+            if (plan := plan_for(n, k, DeviceFacts(0, "", (9, 0), num_sms, kb << 10, 0)))
+        ),
+        key=lambda plan: plan.slots,
+    )
+
+
+@both_dtypes
+@pytest.mark.parametrize("m", [1, 8])
+def test_every_code_under_every_scale(m: int, dtype: torch.dtype) -> None:
+    """One column of x at a time is one, so each output is one weight; NaN scales reach their rows alone."""
+    weight = concat_columns([all_codes(0.5)] * 8)
+    n, k = weight.shape
+    values = codes_times_scales(weight) * 0.5
+    nan_rows = values.isnan().any(1)
+    assert nan_rows.nonzero().flatten().tolist() == [0x7F, 0xFF]
+    # A lane's 32 k hold every code.
+    for column in range(32, 64, m) if m == 8 else [0, 255]:
+        x = torch.zeros(m, k, dtype=dtype)
+        x[torch.arange(m), column + torch.arange(m)] = 1.0
+        want = values[:, column : column + m].T.to(dtype)
+        want[:, nan_rows] = torch.nan
+        assert_equal(emulation.linear(x, weight, layout=layout(n, k)), want, f"column {column}:")
+
+
+sizes = {
+    "n": st.integers(1, 150),
+    "k": st.sampled_from([256, 1536, 1792, 3328]),
+    "m": st.integers(1, 8),
+    "seed": st.integers(0, 2**32 - 1),
+    "per_row": st.booleans(),
+    "with_bias": st.booleans(),
+}
+few_examples = settings(max_examples=12, deadline=None)
+
+
+@both_dtypes
+@few_examples
+@given(**sizes)
+def test_sums_that_fp32_holds_are_exact(
+    n: int, k: int, m: int, seed: int, per_row: bool, with_bias: bool, dtype: torch.dtype
+) -> None:
+    x, weight, bias = exact_problem(n, k, m, seed, dtype, per_row=per_row, with_bias=with_bias)
+    for plan in (layout(n, k), two_slots(n, k)):
+        assert_equal(emulation.linear(x, weight, bias, seed=seed, layout=plan), exact(x, weight, bias).to(dtype))
+
+
+@both_dtypes
+@few_examples
+@given(**sizes)
+def test_the_error_is_that_of_fp32_sums(
+    n: int, k: int, m: int, seed: int, per_row: bool, with_bias: bool, dtype: torch.dtype
+) -> None:
+    weight = random_weight(n, k, seed=seed, per_row=per_row)
+    x = random_rows(m, k, seed, dtype)
+    bias = random_rows(1, n, seed + 1, dtype)[0] if with_bias else None
+    plan = layout(n, k)
+    error = (emulation.linear(x, weight, bias, seed=seed, layout=plan).double() - exact(x, weight, bias)).abs()
+    assert (error <= error_bound(x, weight, bias, plan)).all()
+
+
+@both_dtypes
+@pytest.mark.parametrize("k", [256, 1792])
+def test_a_nan_scale_marks_its_row_wherever_it_stands(k: int, dtype: torch.dtype) -> None:
+    """Also where x is zero."""
+    groups = k // 16
+    weight = random_weight(groups + 1, k, seed=k)
+    scales = weight.scales.view(torch.uint8)
+    for group in range(groups):
+        scales[group, group] = (0x7F, 0xFF)[group % 2]
+    y = emulation.linear(torch.zeros(2, k, dtype=dtype), weight, layout=layout(groups + 1, k))
+    assert y[:, :groups].isnan().all()
+    assert not y[:, groups:].any()
+
+
+@both_dtypes
+def test_a_row_has_the_same_bits_in_any_batch_any_order_of_warps_and_any_ring(dtype: torch.dtype) -> None:
+    n, k = 70, 3328
+    weight = random_weight(n, k, seed=4)
+    x = random_rows(8, k, 5, dtype)
+    linear = functools.partial(emulation.linear, weight=weight)
+    batch = linear(x, layout=layout(n, k))
+    assert layout(n, k).chunks == 2
+    for row in range(8):
+        plan = (layout(n, k), two_slots(n, k), layout(n, k, num_sms=9))[row % 3]
+        assert torch.equal(linear(x[row : row + 1], seed=row, layout=plan), batch[row : row + 1])
+    assert torch.equal(linear(x[[3, 3, 1, 0, 6]], seed=100, layout=layout(n, k)), batch[[3, 3, 1, 0, 6]])
+
+
+# Mistakes: an expression of the source, what stands in its place, and how it is seen.
+FP16, BF16 = (torch.float16,), (torch.bfloat16,)
+MISTAKES = [
+    (BF16, "high << 2", "high << 3", "wrong results"),
+    (BF16, "0x00FF00FFu, word, signs), mixed", "0x00FF00F0u, word, signs), mixed", "wrong results"),
+    (DTYPES, "w < 2 ? scaled<false>", "w < 3 ? scaled<false>", "wrong results"),
+    (DTYPES, "wait_for_previous_kernel();\n    let", "(void)0;\n    let", "one ahead runs"),
+    (DTYPES, "__syncthreads();", "(void)0;", "race|nobody has made"),
+    (DTYPES, "barrier_wait(kFull + 8 * ring.slot, ring.parity);", "(void)0;", "race"),
+    (DTYPES, "barrier_wait(kFree + 8 * ring.slot, ring.parity ^ 1);", "(void)0;", "race|too many"),
+    (DTYPES, "slots / kChunks + 1", "(slots / kChunks + 1) / 2", "race"),
+    (
+        DTYPES,
+        "barrier_wait(kSumsFull + 8 * part, tile / kParts & 1);",
+        "(void)0;",
+        "race|NaN|wrong results|every thread",
+    ),
+    (DTYPES, "barrier_wait(kSumsFree + 8 * parts.slot, parts.parity ^ 1);", "(void)0;", "race|too many"),
+    (DTYPES, "barrier_init(kFree + 8 * slot, kWarps);", "barrier_init(kFree + 8 * slot, kWarps - 1);", "race|too many"),
+    (
+        DTYPES,
+        "if (lane == 0) barrier_arrive(kSumsFull",
+        "if (lane == 0 && warp) barrier_arrive(kSumsFull",
+        "every thread",
+    ),
+    (DTYPES, "at_first ? kHelpers : 1", "kHelpers", "every thread waits"),
+    (DTYPES, "at_first ? helper : 0", "0", "race|every thread"),
+    (DTYPES, "arrange(x[s]);", "(s > 0 ? arrange(x[s]) : (void)0);", "wrong results"),
+    (DTYPES, "(warp + s * kWarps) * kStepK >= a.k", "false", "wrong results|race|shared memory"),
+    (DTYPES, "quad < a.m && step", "step", "global load outside"),
+    (DTYPES, "rows * scale_bytes, full);", "a.tile_rows * scale_bytes, full);", "global load outside|every thread"),
+    (DTYPES, "m >= a.m || in_tile", "in_tile", "written outside y"),
+    (DTYPES, "|| row >= share.rows", "", "written outside y"),
+]
+
+
+SIZE = (58, 1792)
+
+
+def examine(emulated: ctypes.CDLL, dtype: torch.dtype) -> None:
+    """Tiles that are full and not, a ring and sums that come round, steps that some warps do not have, NaN scales."""
+    n, k = SIZE
+    run = functools.partial(emulation.linear, layout=two_slots(n, k), emulation=emulated)
+    x, weight, bias = exact_problem(n, k, 3, 1, dtype, per_row=True, with_bias=True)
+    assert_equal(run(x, weight, bias), exact(x, weight, bias).to(dtype))
+    want = exact(x, weight, bias).to(dtype)
+    rows = torch.arange(0, n, 7)
+    weight.scales.view(torch.uint8)[rows, rows] = 0x7F
+    want[:, rows] = torch.nan
+    assert_equal(run(x, weight, bias, seed=1), want, "NaN scales:")
+
+
+def with_mistake(dtype: torch.dtype, right: str, wrong: str) -> ctypes.CDLL:
+    source = small_batch.source("small_batch_bulk")
+    assert source.count(right) == 1, right
+    return emulation.library(dtype, two_slots(*SIZE), source.replace(right, wrong))
+
+
+@both_dtypes
+def test_the_examination_finds_nothing_where_no_mistake_is_planted(dtype: torch.dtype) -> None:
+    examine(emulation.library(dtype, two_slots(*SIZE)), dtype)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "i"),
+    [
+        # One dtype is enough for what both share: each mistake costs a compilation.
+        pytest.param(dtypes[i % len(dtypes)], i, id=f"{wrong} for {right}")
+        for i, (dtypes, right, wrong, _) in enumerate(MISTAKES)
+    ],
+)
+def test_planted_mistakes_are_seen(dtype: torch.dtype, i: int) -> None:
+    _, right, wrong, seen = MISTAKES[i]
+    emulated = with_mistake(dtype, right, wrong)
+    with pytest.raises(AssertionError, match=seen):
+        examine(emulated, dtype)
