@@ -83,6 +83,7 @@ static void barrier_init(u32 at, u32 arrivals) {
     using namespace emulated;
     if (at % 8 || at >= kBarrierBytes) fail("no place for a barrier");
     if (at == 0) {  // the first of a block
+        if (block->index.x == 0) copies.clear();  // of a launch that has failed
         if (!copies.empty()) fail("a block has ended before its copies");
         for (auto& barrier : barriers_of_phases) barrier = PhaseBarrier{};
         waits_in_vain = 0;
