@@ -13,6 +13,7 @@ from sass import disassemble
 
 from tpoverlap.attention.triton.common import padded_dim
 from tpoverlap.attention.triton.configs import decode_tiles, prefill_tiles
+from tpoverlap.attention.triton.decode import in_launch_unroll
 
 triton = pytest.importorskip("triton")
 
@@ -53,7 +54,8 @@ def test_code_of_the_tiles(tmp_path, kind, capability, head_dim):
         kernel, tiles = decode_kernel, decode_tiles(capability, torch.float16, head_dim)
         constants |= {"BLOCK_N": tiles.block_n, "PART_KEYS": tiles.part_keys, "NUM_SPLITS": 16, "KV_HEADS": 2}
         constants |= {"GROUP_PAD": 16, "PREFILL_ROWS": False, "MERGE": True}
-        constants |= {"MERGE_UNROLL": 4, "DEPENDENT": capability >= (9, 0)}
+        constants |= {"MERGE_UNROLL": in_launch_unroll(6, padded_dim(head_dim), tiles)}
+        constants |= {"DEPENDENT": capability >= (9, 0)}
     compiled = _compile(kernel, constants, capability, tiles.num_warps, tiles.num_stages)
     cubin = tmp_path / "kernel.cubin"
     cubin.write_bytes(compiled.asm["cubin"])

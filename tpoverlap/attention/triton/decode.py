@@ -304,16 +304,15 @@ class _Plan:
             "STORE_LSE": lse is not None,
             "PREFILL_ROWS": cu_seqlens_q is not None,
         }
-        group_pad = 1 << (group - 1).bit_length()
         decode = tuple(
             FastLaunch(
                 decode_kernel,
                 {
                     **constants,
-                    "GROUP_PAD": max(_MIN_MMA_ROWS, group_pad),
+                    "GROUP_PAD": max(_MIN_MMA_ROWS, 1 << (group - 1).bit_length()),
                     "SOFTCAP": softcap is not None,
                     "MERGE": merge,
-                    "MERGE_UNROLL": _merge_unroll(group_pad * dim, tiles.num_warps, 16),
+                    "MERGE_UNROLL": in_launch_unroll(group, dim, tiles),
                     "DEPENDENT": dependent,
                 },
                 num_warps=tiles.num_warps,
@@ -346,6 +345,11 @@ def _merge_dims(dim: int, num_splits: int) -> int:
     """Dimensions of a program of the separate merge: so few that all parts are loaded at a time, and a warp full."""
     fitting = _MERGE_REGISTERS * 32 * _MERGE_WARPS // num_splits
     return min(dim, max(32 * _MERGE_WARPS, 1 << (fitting.bit_length() - 1)))
+
+
+def in_launch_unroll(group: int, dim: int, tiles: DecodeTiles) -> int:
+    """Parts that a merge inside the decode's launch, of all ``group`` heads of a KV head, loads at a time."""
+    return _merge_unroll((1 << (group - 1).bit_length()) * dim, tiles.num_warps, 16)
 
 
 def _merge_unroll(elements: int, num_warps: int, most: int) -> int:
