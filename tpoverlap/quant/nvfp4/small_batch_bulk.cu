@@ -15,10 +15,9 @@ constexpr int kWarps = 12, kHelpers = 4, kFinishers = kHelpers - 1, kAllWarps = 
 constexpr int kSteps = STEPS;
 constexpr int kChunks = CHUNKS;
 constexpr int kChunkSteps = (kSteps + kChunks - 1) / kChunks;
-constexpr int kTileRows = 16;  // rows of one mma
-constexpr int kThreadK = 32;   // k that a thread takes per step
+constexpr int kThreadK = 32;  // k that a thread takes per step
 constexpr int kStepK = 4 * kThreadK;
-constexpr int kParts = 3;      // tiles whose sums are on their way to a finisher
+constexpr int kParts = 3;     // tiles whose sums are on their way to a finisher
 constexpr int kMaxSlots = 16;
 
 struct Arguments {
@@ -33,7 +32,7 @@ struct Arguments {
     int m;                           // 1 to 8
     int global_scale_stride;         // 1 where it is per row, else 0
     int block_rows;                  // rows of W that a block takes
-    int tile_rows;                   // of which a tile has so many, at most kTileRows
+    int tile_rows;                   // of which a tile has so many, at most the 16 of a mma
     int slots;                       // of the ring, 2 to kMaxSlots
 };
 
@@ -102,7 +101,10 @@ __device__ __forceinline__ void let_next_kernel_start() { asm volatile("griddepc
 
 __device__ __forceinline__ uint4 load_x(const unsigned char* from) {
     uint4 v;
-    asm volatile("ld.global.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(from) : "memory");
+    asm volatile("ld.global.v4.u32 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "l"(from)
+                 : "memory");
     return v;
 }
 
@@ -118,7 +120,9 @@ __device__ __forceinline__ u32 half_pair(u32 bytes) {
 __device__ __forceinline__ u32 lift(u32 halves) {
     float low, high;
     u32 lifted;
-    asm("{.reg .b16 l, h; mov.b32 {l, h}, %2; cvt.f32.f16 %0, l; cvt.f32.f16 %1, h;}" : "=f"(low), "=f"(high) : "r"(halves));
+    asm("{.reg .b16 l, h; mov.b32 {l, h}, %2; cvt.f32.f16 %0, l; cvt.f32.f16 %1, h;}"
+        : "=f"(low), "=f"(high)
+        : "r"(halves));
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(lifted) : "f"(high * 0x1p117f), "f"(low * 0x1p117f));
     return lifted;
 }
@@ -163,7 +167,8 @@ __device__ __forceinline__ u32 scales_of(u32 bytes) {
 __device__ __forceinline__ u32 word_of(const uint4& v, int w) { return w == 0 ? v.x : w == 1 ? v.y : w == 2 ? v.z : v.w; }
 
 // One step: rows quad and quad + 8 of the tile for 32 k. Two chains of sums, since each mma waits for the one before.
-__device__ __forceinline__ void accumulate(const uint4 codes[2], const u32 scale_bytes[2], const u32 x[16], float sums[2][4]) {
+__device__ __forceinline__ void accumulate(const uint4 codes[2], const u32 scale_bytes[2], const u32 x[16],
+                                           float sums[2][4]) {
     const u32 scales[2] = {scales_of(scale_bytes[0]), scales_of(scale_bytes[1])};
 #pragma unroll
     for (int w = 0; w < 4; ++w) {
@@ -172,7 +177,8 @@ __device__ __forceinline__ void accumulate(const uint4 codes[2], const u32 scale
         for (int h = 0; h < 2; ++h) {
             decode(word_of(codes[h], w), p[h]);
 #pragma unroll
-            for (int j = 0; j < 4; ++j) p[h][j] = w < 2 ? scaled<false>(p[h][j], scales[h]) : scaled<true>(p[h][j], scales[h]);
+            for (int j = 0; j < 4; ++j)
+                p[h][j] = w < 2 ? scaled<false>(p[h][j], scales[h]) : scaled<true>(p[h][j], scales[h]);
         }
         multiply_accumulate(sums[0], p[0][0], p[1][0], p[0][1], p[1][1], x[4 * w], x[4 * w + 1]);
         multiply_accumulate(sums[1], p[0][2], p[1][2], p[0][3], p[1][3], x[4 * w + 2], x[4 * w + 3]);
@@ -310,7 +316,8 @@ __device__ __forceinline__ void arrange(u32 x[16]) {
     }
 }
 
-extern "C" __global__ void __launch_bounds__(32 * kAllWarps, 1) nvfp4_small_batch_bulk(const __grid_constant__ Arguments a) {
+extern "C" __global__ void __launch_bounds__(32 * kAllWarps, 1)
+nvfp4_small_batch_bulk(const __grid_constant__ Arguments a) {
     const int lane = threadIdx.x & 31;
     const int warp = __shfl_sync(0xFFFFFFFFu, threadIdx.x >> 5, 0);  // the same for all lanes, as the compiler then knows
     Share share;
@@ -366,7 +373,8 @@ extern "C" __global__ void __launch_bounds__(32 * kAllWarps, 1) nvfp4_small_batc
             u32 codes[2];
 #pragma unroll
             for (int h = 0; h < 2; ++h)
-                codes[h] = kRing + (ring.slot * a.tile_rows + rows[h]) * pitch + warp * (kStepK / 2) + in_quad * (kThreadK / 2);
+                codes[h] = kRing + (ring.slot * a.tile_rows + rows[h]) * pitch + warp * (kStepK / 2) +
+                           in_quad * (kThreadK / 2);
             barrier_wait(kFull + 8 * ring.slot, ring.parity);
 #pragma unroll
             for (int s = chunk * kChunkSteps; s < kSteps && s < (chunk + 1) * kChunkSteps; ++s) {
