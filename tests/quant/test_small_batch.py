@@ -105,17 +105,26 @@ H200 = DeviceFacts(0, "H200", (9, 0), 132, 232_448, 60 << 20)
 @pytest.mark.parametrize(
     ("n", "k", "plan"),
     [
-        (17408, 5120, Plan(132, 132, 15, slots=3, steps=4, chunks=1, shared_bytes=156_224)),
-        (5120, 8704, Plan(132, 39, 13, slots=4, steps=6, chunks=2, shared_bytes=163_296)),
-        (5120, 2560, Plan(132, 39, 13, slots=3, steps=2, chunks=1, shared_bytes=79_680)),
-        (1, 256, Plan(1, 1, 1, slots=2, steps=1, chunks=1, shared_bytes=19_376)),
-        (100, 9216, Plan(13, 8, 8, slots=2, steps=6, chunks=2, shared_bytes=66_048)),
+        (17408, 5120, Plan(132, 132, 15, slots=3, steps=4, shared_bytes=151_424)),
+        (5120, 8704, Plan(132, 39, 13, slots=2, steps=6, shared_bytes=147_904)),
+        (5120, 2560, Plan(132, 39, 13, slots=3, steps=2, shared_bytes=77_600)),
+        (1, 256, Plan(1, 1, 1, slots=2, steps=1, shared_bytes=19_360)),
+        (100, 9216, Plan(13, 8, 8, slots=2, steps=6, shared_bytes=102_912)),
         (5120, 8704 + 128, None),
         (5120, 9216 + 256, None),
     ],
 )
 def test_layouts_where_bulk_copies_bring_the_weight(n: int, k: int, plan: Plan | None) -> None:
     assert plan_for(n, k, H200) == plan
+
+
+@pytest.mark.parametrize(
+    ("n", "k", "pays"), [(17408, 5120, True), (5120, 2560, True), (8192, 5120, False), (5120, 8704, False)]
+)
+def test_bulk_copies_serve_weights_of_many_or_short_tiles(n: int, k: int, pays: bool) -> None:
+    plan = plan_for(n, k, H200)
+    assert plan
+    assert plan.pays is pays
 
 
 @pytest.mark.parametrize("shared_bytes", [101_376, 166_912, 232_448])
@@ -135,7 +144,6 @@ def test_layouts_cover_the_weight_and_fit(num_sms: int, shared_bytes: int) -> No
             assert 2 <= plan.slots <= 16
             assert plan.shared_bytes <= shared_bytes
             assert 12 * 128 * (plan.steps - 1) < k <= 12 * 128 * plan.steps
-            assert plan.chunks <= plan.steps
     assert plan_for(5120, 5120, DeviceFacts(0, "before 9.0", (8, 9), num_sms, shared_bytes, 0)) is None
 
 

@@ -1,6 +1,7 @@
 """The fused product of 1 to 8 rows against FP64."""
 
 import gc
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -190,7 +191,16 @@ in_bulk = pytest.mark.skipif(
 )
 
 
+@pytest.fixture
+def bulk_always_pays(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(Plan, "pays", True)
+    small_batch._layout_for.cache_clear()
+    yield
+    small_batch._layout_for.cache_clear()
+
+
 @in_bulk
+@pytest.mark.usefixtures("bulk_always_pays")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
     ("n", "k", "m"),

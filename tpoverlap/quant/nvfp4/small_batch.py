@@ -1,7 +1,7 @@
 """Decode-sized products with an NVFP4 weight: 1 to 8 rows of x, the 4-bit weight read once by tensor-core CUDA C++.
 
 Two kernels: small_batch_bulk.cu, which the copy engine of compute capability 9.0 and later feeds through shared memory,
-wherever :func:`tpoverlap.quant.nvfp4.small_batch_bulk.plan_for` has a plan for the weight; small_batch.cu for the rest.
+wherever :func:`tpoverlap.quant.nvfp4.small_batch_bulk.plan_for` has a plan that pays; small_batch.cu for the rest.
 """
 
 from __future__ import annotations
@@ -172,7 +172,7 @@ def _layout(weight: NVFP4Tensor, ordinal: int) -> Blocks | Plan:
 def _layout_for(n: int, k: int, aligned: bool, ordinal: int) -> Blocks | Plan:
     facts = device_facts(ordinal)
     plan = small_batch_bulk.plan_for(n, k, facts) if aligned else None
-    return plan or blocks_for(n, facts.num_sms, facts.capability)
+    return plan if plan and plan.pays else blocks_for(n, facts.num_sms, facts.capability)
 
 
 @functools.cache
@@ -203,5 +203,5 @@ def compile_options(dtype: torch.dtype, layout: Blocks | Plan) -> tuple[str, ...
     """The macros of the source."""
     bf16 = f"-DBF16={int(dtype == torch.bfloat16)}"
     if isinstance(layout, Plan):
-        return bf16, f"-DSTEPS={layout.steps}", f"-DCHUNKS={layout.chunks}"
+        return bf16, f"-DSTEPS={layout.steps}"
     return bf16, f"-DWARPS={layout.warps}", f"-DBLOCKS_PER_SM={layout.per_sm}"

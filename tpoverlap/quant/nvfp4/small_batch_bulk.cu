@@ -1,9 +1,9 @@
 // The product of small_batch.cu for compute capability 9.0 and later, where the copy engine of each SM brings the weight.
 //
-// One block an SM takes an equal share of the rows of W, in tiles of up to 16. A tile's codes come in kChunks parts along
-// k, by asynchronous bulk copies into a ring in shared memory: a single thread keeps more than 100 KB on their way, which
-// costs the others neither registers nor instructions. A mbarrier of the ring's slot says that a part has arrived,
-// another that it has been used.
+// One block an SM takes an equal share of the rows of W, in tiles of up to 16. A tile's codes and scales come by
+// asynchronous bulk copies into a ring in shared memory: a single thread keeps more than 100 KB on their way, which costs
+// the others neither registers nor instructions. A mbarrier of the ring's slot says that a tile has arrived, another that
+// it has been used.
 //
 // k is cut between kWarps warps, each of which keeps its part of x in registers for all tiles. Their sums of a tile meet
 // in shared memory, where one of kFinishers warps adds them up while the others go on. So the order of a sum depends on
@@ -13,8 +13,6 @@
 
 constexpr int kWarps = 12, kHelpers = 4, kFinishers = kHelpers - 1, kAllWarps = kWarps + kHelpers;
 constexpr int kSteps = STEPS;
-constexpr int kChunks = CHUNKS;
-constexpr int kChunkSteps = (kSteps + kChunks - 1) / kChunks;
 constexpr int kThreadK = 32;  // k that a thread takes per step
 constexpr int kStepK = 4 * kThreadK;
 constexpr int kParts = 3;     // tiles whose sums are on their way to a finisher
@@ -36,17 +34,14 @@ struct Arguments {
     int slots;                       // of the ring, 2 to kMaxSlots
 };
 
-// Dynamic shared memory, by offsets. A row of a slot is 64 bytes longer than a part of a row of codes: of two rows that
-// follow each other, the 64 bytes that 4 threads read then lie in different banks.
+// Dynamic shared memory, by offsets. A row of a slot is 64 bytes longer than a row of codes: of two rows that follow each
+// other, the 64 bytes that 4 threads read then lie in different banks.
 constexpr u32 kFull = 0, kFree = kFull + 8 * kMaxSlots;           // barriers of the slots
 constexpr u32 kSumsFull = kFree + 8 * kMaxSlots, kSumsFree = kSumsFull + 8 * kParts;
 constexpr u32 kSums = 512;                                        // [kParts][kWarps][32] float4
 constexpr u32 kRing = kSums + kParts * kWarps * 32 * 16;          // [slots][tile_rows][pitch_of(k)]
-constexpr u32 kChunkBytes = kChunkSteps * kWarps * (kStepK / 2);
-__device__ __forceinline__ int pitch_of(int k) { return min(static_cast<int>(kChunkBytes), k / 2) + 64; }
-// Behind the ring: the scales, [scale_slots][tile_rows][k / 16]. A tile's come with its first codes; with so many slots
-// they are overwritten only after its last codes were used.
-__device__ __forceinline__ int scale_slots_of(int slots) { return slots / kChunks + 1; }
+__device__ __forceinline__ int pitch_of(int k) { return k / 2 + 64; }
+// Behind the ring: the scales of its slots, [slots][tile_rows][k / 16].
 
 #ifndef TPOVERLAP_EMULATED_GPU
 extern __shared__ __align__(128) unsigned char shared_memory[];
@@ -201,49 +196,38 @@ struct Share {
     int rows, tiles;
 };
 
-// Rows `first`, `first` + `stride`, ... of a part of a tile. A thread issues a copy in about 70 cycles.
-__device__ __forceinline__ void fetch_rows(const Arguments& a, const Share& share, int tile, int chunk, int slot, int first,
+// Rows `first`, `first` + `stride`, ... of a tile's codes. A thread issues a copy in about 70 cycles.
+__device__ __forceinline__ void fetch_rows(const Arguments& a, const Share& share, int tile, int slot, int first,
                                            int stride) {
     const int code_bytes = a.k / 2, pitch = pitch_of(a.k);
-    const int bytes = min(static_cast<int>(kChunkBytes), code_bytes - chunk * static_cast<int>(kChunkBytes));
     const int rows = min(a.tile_rows, share.rows - tile * a.tile_rows);
     u32 to = kRing + (slot * a.tile_rows + first) * pitch;
-    const unsigned char* from =
-        a.codes + (share.first + tile * a.tile_rows + first) * code_bytes + chunk * static_cast<int>(kChunkBytes);
+    const unsigned char* from = a.codes + (share.first + tile * a.tile_rows + first) * code_bytes;
 #pragma unroll 1
     for (int i = first; i < rows; i += stride, to += stride * pitch, from += static_cast<long long>(stride) * code_bytes)
-        bulk_copy(to, from, bytes, kFull + 8 * slot);
+        bulk_copy(to, from, code_bytes, kFull + 8 * slot);
 }
 
 // One thread of each helping warp fetches its rows of what the ring holds at first; the first one also fetches the
 // scales, and all that follows.
 __device__ __forceinline__ void fetch(const Arguments& a, const Share& share, int helper) {
     const int code_bytes = a.k / 2, scale_bytes = a.k / 16;
-    const int scale_slots = scale_slots_of(a.slots);
-    int scale_slot = 0;
     Ring ring;
 #pragma unroll 1
     for (int tile = 0; tile < share.tiles; ++tile) {
         const int rows = min(a.tile_rows, share.rows - tile * a.tile_rows);
-#pragma unroll 1
-        for (int chunk = 0; chunk < kChunks; ++chunk) {
-            const bool at_first = tile * kChunks + chunk < a.slots;
-            if (helper != 0) {
-                if (!at_first) return;
-            } else {
-                const int bytes = min(static_cast<int>(kChunkBytes), code_bytes - chunk * static_cast<int>(kChunkBytes));
-                const u32 full = kFull + 8 * ring.slot;
-                barrier_wait(kFree + 8 * ring.slot, ring.parity ^ 1);
-                barrier_expect(full, rows * (bytes + (chunk == 0 ? scale_bytes : 0)));
-                if (chunk == 0) {
-                    const u32 to = kRing + a.slots * a.tile_rows * pitch_of(a.k) + scale_slot * a.tile_rows * scale_bytes;
-                    bulk_copy(to, a.scales + (share.first + tile * a.tile_rows) * scale_bytes, rows * scale_bytes, full);
-                    if (++scale_slot == scale_slots) scale_slot = 0;
-                }
-            }
-            fetch_rows(a, share, tile, chunk, ring.slot, at_first ? helper : 0, at_first ? kHelpers : 1);
-            ring.advance(a.slots);
+        const bool at_first = tile < a.slots;
+        if (helper != 0) {
+            if (!at_first) return;
+        } else {
+            const u32 full = kFull + 8 * ring.slot;
+            barrier_wait(kFree + 8 * ring.slot, ring.parity ^ 1);
+            barrier_expect(full, rows * (code_bytes + scale_bytes));
+            const u32 to = kRing + a.slots * a.tile_rows * pitch_of(a.k) + ring.slot * a.tile_rows * scale_bytes;
+            bulk_copy(to, a.scales + (share.first + tile * a.tile_rows) * scale_bytes, rows * scale_bytes, full);
         }
+        fetch_rows(a, share, tile, ring.slot, at_first ? helper : 0, at_first ? kHelpers : 1);
+        ring.advance(a.slots);
     }
 }
 
@@ -354,44 +338,36 @@ nvfp4_small_batch_bulk(const __grid_constant__ Arguments a) {
     for (int s = 0; s < kSteps; ++s) arrange(x[s]);
 
     const int quad = lane >> 2, in_quad = lane & 3;
-    const int scale_bytes = a.k / 16, scale_slots = scale_slots_of(a.slots), pitch = pitch_of(a.k);
+    const int scale_bytes = a.k / 16, pitch = pitch_of(a.k);
     // Rows past a tile's end repeat one that has room; they end in sums that nobody stores.
     const int rows[2] = {min(quad, a.tile_rows - 1), min(quad + 8, a.tile_rows - 1)};
-    int scale_slot = 0;
     Ring ring, parts;
 #pragma unroll 1
     for (int tile = 0; tile < share.tiles; ++tile) {
         float sums[2][4] = {};
-        u32 scales[2];
+        u32 codes[2], scales[2];
 #pragma unroll
-        for (int h = 0; h < 2; ++h)
-            scales[h] = kRing + a.slots * a.tile_rows * pitch + (scale_slot * a.tile_rows + rows[h]) * scale_bytes +
+        for (int h = 0; h < 2; ++h) {
+            codes[h] = kRing + (ring.slot * a.tile_rows + rows[h]) * pitch + warp * (kStepK / 2) + in_quad * (kThreadK / 2);
+            scales[h] = kRing + a.slots * a.tile_rows * pitch + (ring.slot * a.tile_rows + rows[h]) * scale_bytes +
                         warp * (kStepK / 16) + in_quad * (kThreadK / 16);
-        if (++scale_slot == scale_slots) scale_slot = 0;
-#pragma unroll
-        for (int chunk = 0; chunk < kChunks; ++chunk) {
-            u32 codes[2];
-#pragma unroll
-            for (int h = 0; h < 2; ++h)
-                codes[h] = kRing + (ring.slot * a.tile_rows + rows[h]) * pitch + warp * (kStepK / 2) +
-                           in_quad * (kThreadK / 2);
-            barrier_wait(kFull + 8 * ring.slot, ring.parity);
-#pragma unroll
-            for (int s = chunk * kChunkSteps; s < kSteps && s < (chunk + 1) * kChunkSteps; ++s) {
-                if (s == kSteps - 1 && (warp + s * kWarps) * kStepK >= a.k) break;
-                uint4 of_step[2];
-                u32 scales_of_step[2];
-#pragma unroll
-                for (int h = 0; h < 2; ++h) {
-                    of_step[h] = load_shared<uint4>(codes[h] + (s - chunk * kChunkSteps) * kWarps * (kStepK / 2));
-                    scales_of_step[h] = load_shared<unsigned short>(scales[h] + s * kWarps * (kStepK / 16));
-                }
-                accumulate(of_step, scales_of_step, x[s], sums);
-            }
-            __syncwarp();
-            if (lane == 0) barrier_arrive(kFree + 8 * ring.slot);
-            ring.advance(a.slots);
         }
+        barrier_wait(kFull + 8 * ring.slot, ring.parity);
+#pragma unroll
+        for (int s = 0; s < kSteps; ++s) {
+            if (s == kSteps - 1 && (warp + s * kWarps) * kStepK >= a.k) break;
+            uint4 of_step[2];
+            u32 scales_of_step[2];
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                of_step[h] = load_shared<uint4>(codes[h] + s * kWarps * (kStepK / 2));
+                scales_of_step[h] = load_shared<unsigned short>(scales[h] + s * kWarps * (kStepK / 16));
+            }
+            accumulate(of_step, scales_of_step, x[s], sums);
+        }
+        __syncwarp();
+        if (lane == 0) barrier_arrive(kFree + 8 * ring.slot);
+        ring.advance(a.slots);
         barrier_wait(kSumsFree + 8 * parts.slot, parts.parity ^ 1);
         store_shared(kSums + ((parts.slot * kWarps + warp) * 32 + lane) * 16,
                      make_float4(sums[0][0] + sums[1][0], sums[0][1] + sums[1][1], sums[0][2] + sums[1][2],

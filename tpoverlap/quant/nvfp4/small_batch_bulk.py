@@ -41,9 +41,9 @@ class Arguments(ctypes.Structure):
 
 @dataclass(frozen=True)
 class Plan:
-    """blocks, of block_rows rows each, in tiles of tile_rows; slots of the ring, a part of a tile's codes each.
+    """blocks, of block_rows rows each, in tiles of tile_rows; slots of the ring, a tile each.
 
-    steps: of 128 k that a warp takes at most. chunks: parts that a tile's codes come in. shared_bytes: of a block.
+    steps: of 128 k that a warp takes at most. shared_bytes: of a block.
     """
 
     blocks: int
@@ -51,12 +51,20 @@ class Plan:
     tile_rows: int
     slots: int
     steps: int
-    chunks: int
     shared_bytes: int
+
+    @property
+    def pays(self) -> bool:
+        """Whether it is faster than the other kernel: with many tiles a block, or short ones.
+
+        A few long tiles do not make up for the time until the first is there and the last is summed up: on an H200
+        8192 x 5120 (four tiles of four steps) and 5120 x 8704 (three of six) are slower.
+        """
+        return self.steps <= 2 or self.block_rows > 4 * _TILE_ROWS
 
 
 def plan_for(n: int, k: int, facts: DeviceFacts) -> Plan | None:
-    """The layout for a weight [n, k]; None where the other kernel serves: before 9.0, or where x or W do not fit."""
+    """The layout for a weight [n, k]; None where it cannot be: before 9.0, or where x or W do not fit."""
     if facts.capability < (9, 0) or k % K_MULTIPLE:
         return None
     steps = -(-k // (_WARPS * _STEP_K))
@@ -65,21 +73,14 @@ def plan_for(n: int, k: int, facts: DeviceFacts) -> Plan | None:
     block_rows = max(-(-n // facts.num_sms), min(n, _TILE_ROWS // 2))
     tiles = -(-block_rows // _TILE_ROWS)
     tile_rows = -(-block_rows // tiles)
-    chunks = _chunks(steps, tiles)
-    chunk_bytes = min(-(-steps // chunks) * _WARPS * _STEP_K // 2, k // 2)
-    slot, scales = tile_rows * (chunk_bytes + 64), tile_rows * k // 16
-    slots = max(2, min(_MAX_SLOTS, tiles * chunks, _WINDOW // slot))
-
-    def shared_bytes(slots: int) -> int:
-        return _SUMS + slots * slot + (slots // chunks + 1) * scales
-
-    while slots > 2 and shared_bytes(slots) > facts.shared_memory_per_block:
+    slot, scales = tile_rows * (k // 2 + 64), tile_rows * k // 16
+    slots = max(2, min(_MAX_SLOTS, tiles, _WINDOW // slot))
+    while slots > 2 and _shared_bytes(slots, slot + scales) > facts.shared_memory_per_block:
         slots -= 1
-    if shared_bytes(slots) > facts.shared_memory_per_block:
+    if _shared_bytes(slots, slot + scales) > facts.shared_memory_per_block:
         return None
-    return Plan(-(-n // block_rows), block_rows, tile_rows, slots, steps, chunks, shared_bytes(slots))
+    return Plan(-(-n // block_rows), block_rows, tile_rows, slots, steps, _shared_bytes(slots, slot + scales))
 
 
-def _chunks(steps: int, tiles: int) -> int:
-    """A tile in two parts is begun sooner, which few tiles do not make up for; but it takes twice the copies."""
-    return 2 if steps > 2 and tiles <= 4 else 1
+def _shared_bytes(slots: int, slot: int) -> int:
+    return _SUMS + slots * slot
