@@ -29,7 +29,7 @@ from tpoverlap.attention import paged_prefill
 from tpoverlap.comm import current_scheduler, use_scheduler
 from tpoverlap.microbatch.cpu_lane import CpuCommLane
 from tpoverlap.microbatch.cuda_lane import CudaCommLane
-from tpoverlap.model.layers import AttentionMetadata
+from tpoverlap.model.metadata import AttentionMetadata
 from tpoverlap.quant.nvfp4.tiles import Tile
 
 TRANSPORTS = {"cuda": {BASELINE: "NCCL", OURS: "copy engines"}, "cpu": {BASELINE: "gloo", OURS: "channel"}}

@@ -16,7 +16,8 @@ from compressed_tensors.quantization.utils import calculate_qparams, generate_gp
 from test_nvfp4_checkpoint import PROMPT, load, logits_of
 from tiny_models import ThreadGroup, make_model, run_ranks
 
-from tpoverlap.model.nvfp4_checkpoint import NVFP4Source, find_convention, read_quantization
+from tpoverlap.model.nvfp4_checkpoint import NVFP4Source
+from tpoverlap.model.quantized_format import find_convention, read_quantization
 from tpoverlap.quant.nvfp4 import dequantize, from_compressed_tensors
 
 SCHEME = preset_name_to_scheme("NVFP4A16", targets=["Linear"])

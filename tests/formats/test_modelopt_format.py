@@ -10,7 +10,8 @@ from modelopt.torch.quantization.qtensor import NVFP4QTensor
 from test_nvfp4_checkpoint import PROMPT, load, logits_of
 from tiny_models import ThreadGroup, make_model, run_ranks
 
-from tpoverlap.model.nvfp4_checkpoint import NVFP4Source, find_convention, read_quantization
+from tpoverlap.model.nvfp4_checkpoint import NVFP4Source
+from tpoverlap.model.quantized_format import find_convention, read_quantization
 from tpoverlap.quant.nvfp4 import dequantize, from_modelopt, quantize
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -11,9 +11,10 @@ import torch
 from tpoverlap.attention import slot_mapping
 from tpoverlap.cuda.triton_available import triton_interpreted
 from tpoverlap.microbatch import Batch
-from tpoverlap.model.layers import AttentionMetadata, RMSNorm, RowParallel
+from tpoverlap.model.layers import RMSNorm, RowParallel
 from tpoverlap.model.linears import DenseLinear
-from tpoverlap.model.token_mixer import Decay, StateSlots, TokenMixer
+from tpoverlap.model.metadata import AttentionMetadata, StateSlots
+from tpoverlap.model.token_mixer import Decay, TokenMixer
 
 DEVICE = torch.device("cpu" if triton_interpreted() else "cuda")
 # The interpreter's products of BF16 are wrong.

@@ -18,9 +18,10 @@ from tpoverlap.model.checkpoint import load_decoder
 from tpoverlap.model.config import from_transformers, load_config
 from tpoverlap.model.decoder import Decoder
 from tpoverlap.model.linears import DenseLinear
+from tpoverlap.model.open_source import open_source
 from tpoverlap.model.reference import load_reference
 from tpoverlap.model.runner import Runner
-from tpoverlap.model.tensor_source import SafetensorsSource, open_source
+from tpoverlap.model.tensor_source import SafetensorsSource
 from tpoverlap.quant import NVFP4Linear
 
 gguf = pytest.importorskip("gguf")

@@ -15,12 +15,8 @@ from tpoverlap.model import checkpoint
 from tpoverlap.model.config import from_transformers
 from tpoverlap.model.decoder import Decoder
 from tpoverlap.model.linears import DenseLinear
-from tpoverlap.model.nvfp4_checkpoint import (
-    NVFP4CheckpointFactory,
-    NVFP4Source,
-    find_convention,
-    read_quantization,
-)
+from tpoverlap.model.nvfp4_checkpoint import NVFP4CheckpointFactory, NVFP4Source
+from tpoverlap.model.quantized_format import find_convention, read_quantization
 from tpoverlap.model.reference import load_reference
 from tpoverlap.model.runner import Runner
 from tpoverlap.model.tensor_source import SafetensorsSource

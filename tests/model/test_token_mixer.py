@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from tpoverlap.attention import slot_mapping
 from tpoverlap.errors import ConfigError
 from tpoverlap.microbatch import Batch, split_tokens
-from tpoverlap.model.layers import AttentionMetadata, RMSNorm, RowParallel
+from tpoverlap.model.layers import RMSNorm, RowParallel
 from tpoverlap.model.linears import DenseLinear
-from tpoverlap.model.token_mixer import Decay, StateSlots, TokenMixer, blocks_per_state, retain, step
+from tpoverlap.model.metadata import AttentionMetadata, StateSlots
+from tpoverlap.model.token_mixer import Decay, TokenMixer, blocks_per_state, retain, step
 
 HEADS, KV_HEADS, DIM, HIDDEN = 4, 2, 8, 24
 

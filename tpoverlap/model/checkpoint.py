@@ -23,8 +23,9 @@ from tpoverlap.model.linears import (
     read_rows,
 )
 from tpoverlap.model.nvfp4_checkpoint import NVFP4CheckpointFactory, NVFP4Source
+from tpoverlap.model.open_source import open_source
 from tpoverlap.model.sharding import INTERMEDIATE_MULTIPLE, shard_heads, shard_range
-from tpoverlap.model.tensor_source import TensorSource, open_source
+from tpoverlap.model.tensor_source import TensorSource
 from tpoverlap.quant.nvfp4.format import GROUP
 
 WeightFormat = Literal["fp32", "bf16", "fp16", "nvfp4"]

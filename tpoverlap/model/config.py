@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from tpoverlap.errors import ConfigError, UnsupportedError
-from tpoverlap.model.nvfp4_checkpoint import find_convention
+from tpoverlap.model.architectures import SUPPORTED_ARCHITECTURES, check_architecture
+from tpoverlap.model.quantized_format import find_convention
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
-
-SUPPORTED_ARCHITECTURES = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3"}
 
 
 @dataclass(frozen=True)
@@ -132,15 +131,6 @@ def from_transformers(config: PretrainedConfig) -> DecoderConfig:
         tied_embeddings=bool(config.tie_word_embeddings),
         max_positions=config.max_position_embeddings,
     )
-
-
-def check_architecture(model_type: str) -> None:
-    """Errors: UnsupportedError naming ``model_type`` and what is supported."""
-    if model_type not in SUPPORTED_ARCHITECTURES:
-        raise UnsupportedError(
-            f"architecture {model_type!r} is not supported: "
-            f"dense {', '.join(SUPPORTED_ARCHITECTURES.values())} models are ({', '.join(SUPPORTED_ARCHITECTURES)})"
-        )
 
 
 def _check_features(name: str, config: PretrainedConfig) -> None:

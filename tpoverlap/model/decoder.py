@@ -16,9 +16,10 @@ from torch import nn
 
 from tpoverlap.microbatch.batch import Batch
 from tpoverlap.model.config import DecoderConfig
-from tpoverlap.model.layers import Attention, AttentionMetadata, DecoderLayer, Group, RMSNorm
+from tpoverlap.model.layers import Attention, DecoderLayer, Group, RMSNorm
+from tpoverlap.model.metadata import AttentionMetadata, StateSlots
 from tpoverlap.model.sharding import RangeShard
-from tpoverlap.model.token_mixer import StateSlots, TokenMixer, blocks_per_state
+from tpoverlap.model.token_mixer import TokenMixer, blocks_per_state
 
 
 class Decoder(nn.Module):

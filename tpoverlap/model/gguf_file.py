@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tpoverlap.errors import ConfigError, UnsupportedError
-from tpoverlap.model.config import check_architecture
+from tpoverlap.model.architectures import check_architecture
 
 if TYPE_CHECKING:
     from gguf import GGUFReader

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from itertools import pairwise
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from tpoverlap.attention import allocate_kv_cache, decode_splits, paged_decode, paged_prefill, write_kv
-from tpoverlap.microbatch.batch import Batch
-
-if TYPE_CHECKING:
-    from tpoverlap.model.token_mixer import StateSlots
+from tpoverlap.model.metadata import AttentionMetadata
 
 Rotary = tuple[torch.Tensor, torch.Tensor]
 """Cosines and sines of the tokens' rotary angles, each [tokens, head_dim / 2] in the model's dtype."""
@@ -32,41 +27,6 @@ class Group(Protocol):
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor: ...
 
     def all_gather(self, x: torch.Tensor, dim: int) -> torch.Tensor: ...
-
-
-@dataclass(frozen=True)
-class AttentionMetadata:
-    """What the attention of every layer needs to know of a batch; tensors are on the model's device.
-
-    block_table: int32 [requests, max_blocks]. slot_mapping: int64 [tokens]. cu_seqlens_q: int32 [requests + 1].
-    seq_lens: int32 [requests]. max_query_len: most tokens that a request brings. decode_only: every request brings
-    one, and there is no padding. query_start_loc: requests + 1 host ints. state_slots: where recurrent states lie;
-    None: the model has none.
-    """
-
-    block_table: torch.Tensor
-    slot_mapping: torch.Tensor
-    cu_seqlens_q: torch.Tensor
-    seq_lens: torch.Tensor
-    max_query_len: int
-    decode_only: bool
-    query_start_loc: tuple[int, ...]
-    state_slots: StateSlots | None = None
-
-    @classmethod
-    def of(cls, batch: Batch) -> AttentionMetadata:
-        starts = list(batch.query_start_loc)
-        device = batch.block_table.device
-        return cls(
-            block_table=batch.block_table,
-            slot_mapping=batch.slot_mapping,
-            # non_blocking: a blocking copy would hold the host until the device has caught up with it
-            cu_seqlens_q=torch.tensor(starts, dtype=torch.int32).to(device, non_blocking=True),
-            seq_lens=torch.tensor(list(batch.seq_lens), dtype=torch.int32).to(device, non_blocking=True),
-            max_query_len=max((stop - start for start, stop in pairwise(starts)), default=0),
-            decode_only=starts == list(range(len(starts))) and batch.num_padding_tokens == 0,
-            query_start_loc=tuple(starts),
-        )
 
 
 class DecoderLayer(nn.Module):

@@ -11,7 +11,7 @@ from tpoverlap.model.checkpoint import WeightFormat, check_tensors, compute_dtyp
 from tpoverlap.model.config import from_transformers, load_transformers_config
 from tpoverlap.model.linears import Part, Span, quantize_whole, read_rows
 from tpoverlap.model.nvfp4_checkpoint import NVFP4Source
-from tpoverlap.model.tensor_source import open_source
+from tpoverlap.model.open_source import open_source
 from tpoverlap.quant import nvfp4
 
 if TYPE_CHECKING:

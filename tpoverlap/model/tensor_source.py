@@ -28,25 +28,6 @@ class TensorSource(Protocol):
         ...
 
 
-def open_source(path: str | Path) -> TensorSource:
-    """The tensors of a GGUF file or of a folder with safetensors files, which may hold weights in NVFP4.
-
-    Errors: ConfigError where there are none, or where a file cannot be read as what its name says; UnsupportedError for
-    a folder in another quantized format.
-    """
-    path = Path(path)
-    if path.suffix == ".gguf":
-        from tpoverlap.model.gguf_file import GGUFSource
-
-        return GGUFSource(path)
-    from tpoverlap.model.nvfp4_checkpoint import NVFP4Source, find_convention, read_quantization
-
-    quantization = read_quantization(path)
-    if quantization is not None:
-        return NVFP4Source(path, find_convention(quantization))
-    return SafetensorsSource(path)
-
-
 class SafetensorsSource:
     """The ``*.safetensors`` files of a folder, memory-mapped."""
 

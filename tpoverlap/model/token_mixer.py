@@ -19,33 +19,12 @@ from torch import nn
 from tpoverlap.cuda.triton_available import triton_installed, triton_interpreted
 from tpoverlap.cuda.triton_dispatch import capability_of
 from tpoverlap.errors import ConfigError
-from tpoverlap.model.layers import AttentionMetadata, RMSNorm, Rotary, RowParallel
+from tpoverlap.model.layers import RMSNorm, Rotary, RowParallel
+from tpoverlap.model.metadata import AttentionMetadata, StateSlots
 
 _TRITON_HEAD_DIMS = (16, 32, 64, 128, 256)
 BLOCK = 128
 """Tokens whose scores are computed at once; what lies before them comes from a state."""
-
-
-@dataclass(frozen=True)
-class StateSlots:
-    """Where each request's state lies, on the device. before, after: int64 [requests], slots of the states before the
-    request's new tokens and after them. fresh: bool [requests], whether it has none yet, its first token being new."""
-
-    before: torch.Tensor
-    after: torch.Tensor
-    fresh: torch.Tensor
-
-    @classmethod
-    def of(cls, metadata: AttentionMetadata, state_block: int, blocks_per_state: int) -> StateSlots:
-        """From the batch's lengths on the device, so that a captured graph follows them."""
-        ends = metadata.seq_lens.long()
-        starts = ends - metadata.cu_seqlens_q.diff()
-
-        def slot(length: torch.Tensor) -> torch.Tensor:
-            first_block = (length - 1).clamp(min=0) // state_block * blocks_per_state
-            return metadata.block_table.gather(1, first_block[:, None])[:, 0].long() // blocks_per_state
-
-        return cls(slot(starts), slot(ends), starts == 0)
 
 
 class TokenMixer(nn.Module):

@@ -7,7 +7,8 @@ A layer keeps two side caches (``KeyStateCache``, ``CompressedKeyCache``). Each 
 
 from tpoverlap.attention.qsa.builder import QSABatchMetadata, QSAMetadataBuilder
 from tpoverlap.attention.qsa.caches import CompressedKeyCache, KeyStateCache
-from tpoverlap.attention.qsa.compression import KeyTransform, compress_keys, update_key_caches
+from tpoverlap.attention.qsa.compression import compress_keys, update_key_caches
+from tpoverlap.attention.qsa.key_transform import KeyTransform
 from tpoverlap.attention.qsa.metadata import (
     QSAMetadata,
     build_metadata,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from tpoverlap.attention.qsa.caches import CompressedKeyCache, KeyStateCache
-from tpoverlap.attention.qsa.compression import KeyTransform
 from tpoverlap.attention.qsa.compression_kernel import update_caches
+from tpoverlap.attention.qsa.key_transform import KeyTransform
 from tpoverlap.cuda.triton_dispatch import on_device_of
 
 
