@@ -67,6 +67,25 @@ def test_every_call_of_a_launch_is_specialized_alike(monkeypatch: pytest.MonkeyP
         assert len(set(calls)) == 1
 
 
+def test_numbers_of_keys_stay_int32(monkeypatch: pytest.MonkeyPatch) -> None:
+    columns = []
+
+    class Launch(RecordedLaunch):
+        def __call__(self, programs: int, tensors: Sequence[torch.Tensor], values: tuple[Any, ...]) -> None:
+            columns.append(dict(zip(self.names[len(tensors) :], values, strict=False))["columns"])
+
+    monkeypatch.setattr(module, "FastLaunch", Launch)
+    monkeypatch.setattr(module, "_plans", {})
+    case = make_case(1, [(1, 40)])
+    table = torch.zeros(1, 1, dtype=torch.int32).expand(1, 2**28)
+    out = torch.empty_like(case.q)
+    options = {"scale": 0.125, "sliding_window": None, "softcap": None, "num_splits": 4, "out": out, "lse": None}
+    module.prepare_decode(*case.decode[:3], table, case.seq_lens, **options)(
+        *case.decode[:3], table, case.seq_lens, out, None, None
+    )
+    assert columns == [2**26, 2**26]
+
+
 @pytest.mark.parametrize(("blocks", "merged_in_launch"), [(4096, True), (4097, False)])
 def test_long_rows_are_merged_by_a_second_launch(monkeypatch, blocks: int, merged_in_launch: bool) -> None:
     """4096 blocks of 16 keys, 2 heads of 64 in FP16: 32 MiB of keys and values."""
@@ -81,3 +100,29 @@ def test_long_rows_are_merged_by_a_second_launch(monkeypatch, blocks: int, merge
     for _ in range(2):
         decode(*case.decode[:3], table, case.seq_lens, out, None, None)
     assert [len(calls) for calls in RecordedLaunch.calls.values()] == ([2] if merged_in_launch else [2, 2])
+
+
+def test_a_decode_between_the_launches_of_another_has_other_partial_results(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As another thread's may, on the same stream: a launch lets go of Python's lock."""
+    partials: list[int] = []
+    between: list[Any] = []
+
+    class Launch(RecordedLaunch):
+        def __call__(self, programs: int, tensors: Sequence[torch.Tensor], values: tuple[Any, ...]) -> None:
+            partials.append(tensors[self.names.index("partial")].data_ptr())
+            if between:
+                between.pop()()
+
+    monkeypatch.setattr(module, "FastLaunch", Launch)
+    monkeypatch.setattr(module, "_plans", {})
+    case = make_case(1, [(1, 40)], q_heads=4, kv_heads=2, dtype=torch.float16)
+    table = torch.zeros(1, 4097, dtype=torch.int32)
+    out = torch.empty_like(case.q)
+    options = {"scale": 0.125, "sliding_window": None, "softcap": None, "num_splits": 4, "out": out, "lse": None}
+    decode = module.prepare_decode(*case.decode[:3], table, case.seq_lens, **options)
+    between.append(lambda: decode(*case.decode[:3], table, case.seq_lens, out, None, None))
+    decode(*case.decode[:3], table, case.seq_lens, out, None, None)
+    outer, inner, inner_merge, outer_merge = partials
+    assert outer == outer_merge
+    assert inner == inner_merge
+    assert inner != outer

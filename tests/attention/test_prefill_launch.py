@@ -100,7 +100,27 @@ def test_programs_and_partial_results_are_bounded_by_shapes(
         assert [programs for programs, _, _ in merges[0]] == [2 * 2 * named["tiles"] for _, named, _ in slabs]
 
 
-def test_no_tokens_launch_nothing(calls) -> None:
-    case = make_case(1, [(0, 40)])
+def test_no_tokens_launch_nothing_and_take_no_memory(calls, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = make_case(1, [(0, 400)])
+    taken = []
+    new_empty = torch.Tensor.new_empty
+    monkeypatch.setattr(torch.Tensor, "new_empty", lambda *a, **k: taken.append(a[1]) or new_empty(*a, **k))
     prefill_in_parts(case, TILES)
     assert not calls
+    assert sum(taken) <= 4
+
+
+@pytest.mark.parametrize("stages", [0, 2])
+@pytest.mark.parametrize("window", [2**31 - 1, 2**70])
+def test_numbers_of_keys_and_positions_stay_int32(calls, window: int, stages: int) -> None:
+    case = make_case(1, [(3, 0)])
+    wide = dataclasses.replace(case, block_table=torch.zeros(1, 1, dtype=torch.int32).expand(1, 2**28))
+    tiles = dataclasses.replace(TILES, part_keys=2**29, specialized_stages=stages)
+    prefill_in_parts(wide, tiles, sliding_window=window)
+    assert len(calls) == 2
+    for (_, named, _), *_ in calls.values():
+        keys = named["columns"] * 16
+        assert keys == 2**30
+        # The first position of the three tokens, which have no keys: rows that see nothing start at key 0, not past it.
+        assert -3 + 1 - named["window"] >= -(2**31)
+        assert named["window"] >= keys

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+import numbers
 from typing import TypeGuard
 
 import torch
 
 WORKING_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MAX_DECODE_SPLITS = 128
+# Kernels number a request's keys in int32, and add to such numbers.
+MAX_KEYS = 2**30
 
 
 def check_tensors(
@@ -69,11 +72,11 @@ def check_options(scale: float | None, sliding_window: int | None, softcap: floa
     """The softmax scale to use; raises ValueError for an option out of its range."""
     if sliding_window is not None and (not _is_int(sliding_window) or sliding_window < 1):
         raise ValueError(f"sliding_window must be None or a positive number of keys, got {sliding_window!r}")
-    if softcap is not None and not (math.isfinite(softcap) and softcap > 0):
+    if softcap is not None and not _is_positive(softcap):
         raise ValueError(f"softcap must be None or a positive number, got {softcap!r}")
     if scale is None:
         return head_dim**-0.5
-    if not (math.isfinite(scale) and scale > 0):
+    if not _is_positive(scale):
         raise ValueError(f"scale must be None (1 / sqrt(head_dim)) or a positive number, got {scale!r}")
     return float(scale)
 
@@ -83,6 +86,11 @@ def check_count(name: str, value: object, low: int, high: int | None = None) -> 
     if not _is_int(value) or value < low or (high is not None and value > high):
         limits = f"at least {low}" if high is None else f"from {low} to {high}"
         raise ValueError(f"{name} must be an int {limits}, got {value!r}")
+
+
+def readable_columns(k_cache: torch.Tensor, block_table: torch.Tensor) -> int:
+    """Columns of a block table that kernels read: those of a request's first MAX_KEYS keys, none of an empty cache."""
+    return min(block_table.shape[1], MAX_KEYS // k_cache.shape[1]) if k_cache.shape[0] else 0
 
 
 def aligned_rows(x: torch.Tensor, alignment: int) -> bool:
@@ -114,7 +122,16 @@ def output_like(q: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
             f"out must have the shape, dtype and device of q, {tuple(q.shape)} {q.dtype} on {q.device}, "
             f"got {tuple(out.shape)} {out.dtype} on {out.device}"
         )
+    if any(size > 1 and stride == 0 for size, stride in zip(out.shape, out.stride(), strict=True)):
+        raise ValueError(
+            f"out must have memory for each of its elements, got strides {out.stride()} for shape {tuple(out.shape)}: "
+            f"give a tensor that is not expanded"
+        )
     return out
+
+
+def _is_positive(value: object) -> bool:
+    return isinstance(value, numbers.Real) and math.isfinite(value) and float(value) > 0
 
 
 def _is_int(value: object) -> TypeGuard[int]:

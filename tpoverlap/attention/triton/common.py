@@ -6,6 +6,7 @@ import math
 
 import torch
 
+from tpoverlap.attention.arguments import MAX_KEYS
 from tpoverlap.attention.backend import PrefillRequest
 from tpoverlap.attention.shared_reasons import dotted, missing_features, mixed_dtypes
 from tpoverlap.cuda.triton_available import triton_installed, triton_interpreted
@@ -46,8 +47,12 @@ def score_factors(scale: float, softcap: float | None) -> tuple[float, float]:
 
 
 def window_of(sliding_window: int | None) -> int:
-    """The kernels' window, an int32: 0 for none. Lengths are int32 too, so what is cut off a wider one hides no key."""
-    return 0 if sliding_window is None else min(sliding_window, 2**31 - 1)
+    """The kernels' window: 0 for none.
+
+    No request has more than MAX_KEYS keys, so what is cut off a wider one hides none, while any position, also one
+    before the first key, less the window is an int32.
+    """
+    return 0 if sliding_window is None else min(sliding_window, MAX_KEYS)
 
 
 def padded_dim(head_dim: int) -> int:

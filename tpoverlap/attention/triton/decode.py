@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from tpoverlap.attention.arguments import readable_columns
 from tpoverlap.attention.backend import PACKED_MATCHES_DECODE, PrefillRequest, PreparedDecode
 from tpoverlap.attention.triton.common import common_rejections, padded_dim, score_factors, window_of
 from tpoverlap.attention.triton.configs import DecodeTiles, decode_tiles
@@ -44,8 +45,8 @@ def prepare_decode(
 ) -> PreparedDecode:
     """Eager and short, the last program of each row merges its parts: the host issues one launch. Under capture, and
     where the rows can be so long that the host is not what a call waits for, a second kernel merges, which takes all
-    parts at a time. The partial buffer is one that the stream reuses, under capture the graph's own. All give the same
-    bits.
+    parts at a time. One launch takes the stream's partial buffer; two take their own from torch, under capture from the
+    graph's pool, since another thread's decode may come between them on the stream. All give the same bits.
     """
     on_gpu, rows = q.is_cuda, q.shape[0]
     most_keys = rows * block_table.shape[1] * k_cache.shape[1]
@@ -90,7 +91,6 @@ def prepare_decode(
                 lse,
                 workspace,
                 merge_in_launch=short and not captured,
-                own_buffer=captured,
             )
 
     return decode
@@ -149,7 +149,6 @@ def decode_rows(
             lse,
             workspace,
             merge_in_launch=merge_in_launch,
-            own_buffer=not merge_in_launch,
         )
 
 
@@ -172,8 +171,7 @@ def _prepare(
     tiles: DecodeTiles | None = None,
 ) -> _Start:
     """The launches for tensors of these shapes, strides and dtypes on this device, with all that follows from them."""
-    requests, columns = block_table.shape
-    num_blocks = k_cache.shape[0]
+    requests, num_blocks = block_table.shape[0], k_cache.shape[0]
     strides = (*q.stride(), *k_cache.stride(), *v_cache.stride(), *out.stride())
     table_row, table_column = block_table.stride()
     key = (
@@ -194,7 +192,7 @@ def _prepare(
     plan = _plans.get(key)
     if plan is None:
         plan = _plans[key] = _Plan.make(q, k_cache, num_splits, sliding_window, softcap, lse, cu_seqlens_q, tiles)
-    sizes = (window_of(sliding_window), first_row, rows, requests, columns if num_blocks else 0)
+    sizes = (window_of(sliding_window), first_row, rows, requests, readable_columns(k_cache, block_table))
     return _Start(
         plan=plan,
         device=q.get_device(),
@@ -235,19 +233,18 @@ class _Start:
         workspace: torch.Tensor | None,
         *,
         merge_in_launch: bool,
-        own_buffer: bool,
     ) -> None:
         with on_device_of(q):
             if not self.contiguous_lengths:
                 seq_lens = seq_lens.contiguous()
             starts = seq_lens if cu_seqlens_q is None else cu_seqlens_q.contiguous()
-            if own_buffer:
-                partial = q.new_empty(self.floats, dtype=torch.float32) if workspace is None else workspace
-                counters = partial
-            else:
+            if merge_in_launch:
                 buffers = _stream_buffers(q, self.device, self.floats, self.counters)
                 partial = buffers.partial if workspace is None else workspace
-                counters = buffers.counters if merge_in_launch else partial
+                counters = buffers.counters
+            else:
+                partial = q.new_empty(self.floats, dtype=torch.float32) if workspace is None else workspace
+                counters = partial
             # The kernels never touch what stands in for an absent tensor; it only has to be one of its type.
             lse_or_any = partial if lse is None else lse
             self.plan.decode[merge_in_launch](

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from tpoverlap.attention.arguments import aligned_strides
+from tpoverlap.attention.arguments import aligned_strides, readable_columns
 from tpoverlap.attention.backend import PACKED_PREFILL, PrefillRequest, PreparedPrefill
 from tpoverlap.attention.triton.common import common_rejections, padded_dim, score_factors, window_of
 from tpoverlap.attention.triton.configs import PrefillTiles, prefill_tiles
@@ -18,7 +18,8 @@ from tpoverlap.cuda.triton_launch import FastLaunch
 name = "triton"
 capabilities = frozenset({PACKED_PREFILL})
 
-# Partial results of one launch, in bytes; more tiles than fit are launched in turn, which changes no bit.
+# Partial results of one launch, in bytes, unless one tile's are more; more tiles than fit are launched in turn, which
+# changes no bit.
 _MAX_PARTIAL_BYTES = 512 << 20
 # Programs that a multiprocessor is given where rows may have several parts, up to twice as many: enough to even out the
 # last ones, while a graph captured for the longest table starts no more for nothing.
@@ -52,7 +53,8 @@ def prepare_prefill(
     """num_splits is of no effect: rows are cut at fixed keys, and their bits depend on nothing else.
 
     Where the table is longer than a part, an eager call takes its partial results' memory from torch's allocator, and a
-    captured one from its graph's: at most 512 MiB, tokens x query heads x parts x (head_dim + 2) floats.
+    captured one from its graph's: tokens x query heads x parts x (head_dim + 2) floats, at most 512 MiB or those of one
+    tile (645 MB for a table of 10 million keys, 8 KV heads of 256 and tiles of 128 rows).
     """
     return _prepare(
         q,
@@ -124,7 +126,7 @@ def _prepare(
     """The launches for tensors of these shapes, strides and dtypes on this device, with all that follows from them."""
     tokens, q_heads, head_dim = q.shape
     num_blocks, block_size, kv_heads, _ = k_cache.shape
-    requests, columns = block_table.shape
+    requests = block_table.shape[0]
     if tiles is None:
         tiles = prefill_tiles(capability_of(q) if q.is_cuda else None, q.dtype, head_dim)
     strides = (*q.stride(), *k_cache.stride(), *v_cache.stride(), *out.stride())
@@ -155,7 +157,7 @@ def _prepare(
         plan = _plans[key] = _Plan.make(q, k_cache, sliding_window, softcap, lse, tiles, specialized)
 
     window = window_of(sliding_window)
-    columns = columns if num_blocks else 0
+    columns = readable_columns(k_cache, block_table)
     max_parts = -(-columns * block_size // tiles.part_keys)
     if sliding_window is not None:
         # Keys that some row of a tile sees, and the block before them, may begin and end within a part.
@@ -198,7 +200,7 @@ def _prepare(
     return _Start(
         plan=plan,
         slabs=tuple(slabs) if tokens else (),
-        floats=count * floats_a_tile,
+        floats=count * floats_a_tile if tokens else 0,
         contiguous_lengths=seq_lens.is_contiguous() and cu_seqlens_q.is_contiguous(),
     )
 

@@ -9,7 +9,7 @@ import math
 
 import torch
 
-from tpoverlap.attention.arguments import aligned_rows, vector_rows
+from tpoverlap.attention.arguments import aligned_rows, readable_columns, vector_rows
 from tpoverlap.attention.turing.selection import CAPABILITY, HEAD_DIM
 from tpoverlap.attention.turing.splits import choose_num_splits
 from tpoverlap.cuda.device import device_facts
@@ -159,7 +159,7 @@ def make_arguments(
         v_block=v_cache.stride(0) * itemsize,
         v_token=v_cache.stride(1) * itemsize,
         table_row=block_table.stride(0),
-        table_columns=_capacity(k_cache, block_table) // block_size,
+        table_columns=readable_columns(k_cache, block_table),
         num_blocks=num_blocks,
         block_shift=block_size.bit_length() - 1,
         requests=block_table.shape[0],
@@ -178,8 +178,7 @@ def make_arguments(
 
 def _capacity(k_cache: torch.Tensor, block_table: torch.Tensor) -> int:
     """Keys that a request can have at most."""
-    num_blocks, block_size = k_cache.shape[:2]
-    return min(block_table.shape[1], 2**30 // block_size) * block_size if num_blocks else 0
+    return readable_columns(k_cache, block_table) * k_cache.shape[1]
 
 
 @functools.cache
