@@ -102,8 +102,8 @@ def paged_prefill(
     recorded.
 
     Raises ValueError for tensors or options that do not fit (on CPU also for lengths and block ids out of range; on
-    GPUs keys in blocks outside the cache are not seen), UnsupportedError where no backend serves, with each one's
-    reasons.
+    GPUs a wrong id gives the keys of another block, never foreign memory), UnsupportedError where no backend serves,
+    with each one's reasons.
     """
     signature = (
         q.shape,
@@ -234,7 +234,8 @@ def paged_decode(
 
     num_splits: 1 to 128 parts that each row's keys are cut into (Flash-Decoding). The parts depend on the row's own
     length and this number only, so a row has the same bits in every batch. workspace: float32 [>=
-    decode_workspace_size(...)] for the partial results, 16-byte aligned; None: one that is kept for the stream.
+    decode_workspace_size(...)] for the partial results, 16-byte aligned; None: one that is kept for the stream, or the
+    call's own.
     """
     signature = (
         q.shape,
@@ -331,8 +332,8 @@ def _prepare_prefill(
     """The call of a signature, and whether every call of that signature is this one."""
     check_tensors(q, k_cache, v_cache, block_table, seq_lens, cu_seqlens_q)
     scale = check_options(scale, sliding_window, softcap, q.shape[2])
-    check_count("num_splits", num_splits or 0, 0)
-    check_count("max_query_len", max_query_len or 0, 0)
+    check_count("num_splits", 0 if num_splits is None else num_splits, 0)
+    check_count("max_query_len", 0 if max_query_len is None else max_query_len, 0)
     most = q.shape[0] if max_query_len is None else max_query_len
     request = dataclasses.replace(
         _request(q, k_cache, most, sliding_window, softcap, batch_invariant, return_lse),

@@ -10,6 +10,7 @@ from collections.abc import Hashable, Sequence
 
 import torch
 
+from tpoverlap.attention.arguments import check_count
 from tpoverlap.errors import TpOverlapError
 
 
@@ -38,10 +39,9 @@ def decode_splits(max_keys: int) -> int:
 
     16 up to 4096 keys, 64 beyond: few long rows leave most of a GPU idle with 16 (4 of 32768 keys and 2 KV heads take
     twice as long on an H200), and short ones gain little from more. A row's bits depend on it, so it follows from what
-    a cache can hold, never from a batch. ValueError below 1.
+    a cache can hold, never from a batch. ValueError unless an int from 1.
     """
-    if max_keys < 1:
-        raise ValueError(f"max_keys must be at least 1, got {max_keys}")
+    check_count("max_keys", max_keys, 1)
     return 16 if max_keys <= 4096 else 64
 
 

@@ -8,6 +8,7 @@ On a GPU it reads the lengths on the host, and the process's own float32 matmul 
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import torch
 
@@ -47,6 +48,9 @@ def paged_prefill(
     starts = cu_seqlens_q.tolist()
     if starts[0] != 0 or starts != sorted(starts) or starts[-1] > q.shape[0]:
         raise ValueError(f"cu_seqlens_q must ascend from 0 to at most {q.shape[0]} (the rows of q), got {starts}")
+    most = max((end - start for start, end in pairwise(starts)), default=0)
+    if most > max_query_len:
+        raise ValueError(f"max_query_len must be at least the {most} tokens that a request brings, got {max_query_len}")
     _attend_requests(
         q, k_cache, v_cache, block_table, starts, seq_lens.tolist(), scale, sliding_window, softcap, out, lse
     )
