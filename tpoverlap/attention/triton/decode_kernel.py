@@ -364,7 +364,7 @@ def merge_kernel(
     UNROLL: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """The merge as a launch of its own, for captured decodes. Grid (rows * q_heads * DIM // MERGE_DIMS).
+    """The merge as a launch of its own, for captured and long decodes. Grid (rows * q_heads * DIM // MERGE_DIMS).
 
     Arguments as above. A decode's lengths are read before the wait: it lets its dependents start when it has itself
     waited for all that came before it. Every program waits for the decode, also one with nothing to merge: what follows
