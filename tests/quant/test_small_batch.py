@@ -171,5 +171,9 @@ def test_machine_code_copies_in_bulk_and_keeps_x_in_registers(
     assert registers * THREADS <= 65_536
     assert stack <= (16 if plan.steps == 6 else 0)
     assert "UBLKCP" in code
+    # Nothing of global memory is touched before the kernel ahead has ended, nor may the next one start before that.
+    ahead_has_ended = code.index("ACQBULK")
+    assert ahead_has_ended < code.index("PREEXIT")
+    assert not re.search(r"\b(LDG|STG|LD|ST|UBLKCP)\b", code[:ahead_has_ended])
     assert "HMMA.16816" in code
     assert "LDS.128" in code

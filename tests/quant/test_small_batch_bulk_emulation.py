@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import functools
 
 import emulated_small_batch as emulation
@@ -128,6 +129,28 @@ def test_a_row_has_the_same_bits_in_any_batch_any_order_of_warps_and_any_ring(dt
     assert torch.equal(linear(x[[3, 3, 1, 0, 6]], seed=100, layout=layout(n, k)), batch[[3, 3, 1, 0, 6]])
 
 
+@both_dtypes
+@pytest.mark.parametrize(("n", "num_sms"), [(41, 3), (20, 1), (9, 132)])
+def test_the_longest_k(n: int, num_sms: int, dtype: torch.dtype) -> None:
+    """All steps that registers hold; a last block of fewer rows."""
+    k = 9216
+    x, weight, bias = exact_problem(n, k, 8, n, dtype, per_row=True, with_bias=True)
+    plan = layout(n, k, num_sms)
+    assert plan.steps == 6
+    assert_equal(emulation.linear(x, weight, bias, layout=plan), exact(x, weight, bias).to(dtype))
+
+
+@pytest.mark.parametrize(("n", "k"), [(64, 256), (58, 1792), (100, 3328)])
+def test_a_block_is_given_the_shared_memory_that_it_uses(n: int, k: int) -> None:
+    x, weight, _ = exact_problem(n, k, 2, n, torch.bfloat16, per_row=False, with_bias=False)
+    for plan in (layout(n, k, 1), two_slots(n, k)):
+        emulation.linear(x, weight, layout=plan)
+        if plan.blocks * plan.block_rows // plan.tile_rows >= plan.slots:  # else its last slot stays empty
+            short = dataclasses.replace(plan, shared_bytes=plan.shared_bytes - 16)
+            with pytest.raises(AssertionError, match="shared memory access"):
+                emulation.linear(x, weight, layout=short)
+
+
 # Mistakes: an expression of the source, what stands in its place, and how it is seen.
 FP16, BF16 = (torch.float16,), (torch.bfloat16,)
 MISTAKES = [
@@ -153,6 +176,10 @@ MISTAKES = [
     (DTYPES, "arrange(x[s])", "(s > 0 ? arrange(x[s]) : (void)0)", "wrong results"),
     (DTYPES, "(warp + s * kWarps) * kStepK >= a.k", "false", "wrong results|race|shared memory"),
     (DTYPES, "quad < a.m", "true", "global load outside"),
+    (DTYPES, "ring.slot * a.tile_rows * scale_bytes", "0", "race|wrong results"),
+    (DTYPES, "(ring.slot * a.tile_rows + rows[h]) * scale_bytes", "rows[h] * scale_bytes", "race|wrong results"),
+    (DTYPES, "(slot * a.tile_rows + first) * pitch", "first * pitch", "race|wrong results"),
+    (DTYPES, "min(quad + 8, a.tile_rows - 1)", "quad + 8", "race|shared memory"),
     (DTYPES, "rows * (code_bytes + scale_bytes)", "rows * code_bytes", "every thread waits|race"),
     (DTYPES, "m >= a.m", "false", "written outside y"),
     (DTYPES, "row >= share.rows", "false", "written outside y"),
