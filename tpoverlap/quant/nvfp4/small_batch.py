@@ -29,18 +29,7 @@ _K_MULTIPLE = 32  # rows of the codes then start on 16 bytes
 
 
 class _Arguments(ctypes.Structure):
-    _fields_ = (
-        ("codes", ctypes.c_void_p),
-        ("scales", ctypes.c_void_p),
-        ("global_scale", ctypes.c_void_p),
-        ("x", ctypes.c_void_p),
-        ("bias", ctypes.c_void_p),
-        ("y", ctypes.c_void_p),
-        ("n", ctypes.c_longlong),
-        ("k", ctypes.c_int),
-        ("m", ctypes.c_int),
-        ("global_scale_stride", ctypes.c_int),
-    )
+    _fields_ = small_batch_bulk.COMMON_FIELDS
 
 
 @dataclass(frozen=True)
@@ -111,8 +100,8 @@ def linear(x: torch.Tensor, weight: NVFP4Tensor, bias: torch.Tensor | None = Non
     """x @ W.T + bias for x [..., K] of at most 8 rows, FP16 or BF16, on CUDA; bias [N] in x's dtype.
 
     Products are exact and sums are FP32, so the result is at least as exact as a GEMM on the dequantized weight, but
-    not bit-identical to it. The order of the sums depends on N, K and the device alone: a row gives the same bits in
-    any batch. May be captured in a CUDA graph.
+    not bit-identical to it. The order of the sums depends on N, K, the device and whether scales start on 16 bytes: a
+    row gives the same bits in any batch. May be captured in a CUDA graph.
 
     Raises UnsupportedError with :func:`rejection`'s reason, ValueError for a bias that does not fit.
     """

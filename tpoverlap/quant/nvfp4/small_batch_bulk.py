@@ -21,18 +21,24 @@ _WINDOW = 144 * 1024
 """Bytes of codes in the ring. More of them on their way delay x, which comes through the same ports."""
 
 
+COMMON_FIELDS = (
+    ("codes", ctypes.c_void_p),
+    ("scales", ctypes.c_void_p),
+    ("global_scale", ctypes.c_void_p),
+    ("x", ctypes.c_void_p),
+    ("bias", ctypes.c_void_p),
+    ("y", ctypes.c_void_p),
+    ("n", ctypes.c_longlong),
+    ("k", ctypes.c_int),
+    ("m", ctypes.c_int),
+    ("global_scale_stride", ctypes.c_int),
+)
+"""What the arguments of both kernels begin with."""
+
+
 class Arguments(ctypes.Structure):
     _fields_ = (
-        ("codes", ctypes.c_void_p),
-        ("scales", ctypes.c_void_p),
-        ("global_scale", ctypes.c_void_p),
-        ("x", ctypes.c_void_p),
-        ("bias", ctypes.c_void_p),
-        ("y", ctypes.c_void_p),
-        ("n", ctypes.c_longlong),
-        ("k", ctypes.c_int),
-        ("m", ctypes.c_int),
-        ("global_scale_stride", ctypes.c_int),
+        *COMMON_FIELDS,
         ("block_rows", ctypes.c_int),
         ("tile_rows", ctypes.c_int),
         ("slots", ctypes.c_int),
