@@ -161,8 +161,10 @@ def parse_options(arguments: Sequence[str] | None = None) -> Options:
         parser.error("--device cuda needs a GPU, and torch sees none here")
     if given.parts == "host" and given.device != "cuda":
         parser.error("--parts host needs --device cuda: a call of CPU tensors is the host's from beginning to end")
-    if given.parts == "host" and (given.sizes or given.plot):
-        parser.error("--parts host has payloads of its own and nothing to draw: leave --sizes and --plot away")
+    if given.parts == "host" and (given.sizes or given.plot or given.gates):
+        parser.error(
+            "--parts host has payloads of its own, nothing to draw and no goals: leave --sizes, --plot and --gates away"
+        )
     ranks = () if under_torchrun else tuple(given.ranks or ((2,) if given.device == "cuda" else (2, 4, 8)))
     if not all(2 <= n <= 8 for n in ranks):
         parser.error(f"--ranks {' '.join(map(str, ranks))} is not supported: give numbers from 2 to 8")

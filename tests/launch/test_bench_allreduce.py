@@ -60,9 +60,10 @@ def test_host_times_have_payloads_of_their_own(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert parse_options(["--device", "cuda", "--parts", "host"]).sizes == ()
-    with pytest.raises(SystemExit):
-        parse_options(["--device", "cuda", "--parts", "host", "--sizes", "1MiB"])
-    assert "leave --sizes" in capsys.readouterr().err
+    for unfit in (["--sizes", "1MiB"], ["--plot", "plot.png"], ["--gates"]):
+        with pytest.raises(SystemExit):
+            parse_options(["--device", "cuda", "--parts", "host", *unfit])
+        assert "leave --sizes" in capsys.readouterr().err
 
 
 def test_ranks_are_started_by_torchrun_or_here_but_not_by_both(
