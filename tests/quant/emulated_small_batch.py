@@ -63,6 +63,23 @@ def linear(
         return small_batch.linear(x, weight, bias)
 
 
+Mistake = tuple[Sequence[torch.dtype], str, str, str]
+"""The dtypes, an expression of the source, what stands in its place, and how it is seen."""
+
+
+def with_mistakes(mistakes: Sequence[Mistake], dtype: torch.dtype, layout: Blocks | Plan = SOME_ROWS) -> ctypes.CDLL:
+    """One build with all of the dtype's mistakes, of which the library's plant(i) chooses one, plant(-1) none."""
+    own = source = small_batch.source(kernel_name(layout))
+    for i, (dtypes, right, wrong, _) in enumerate(mistakes):
+        if dtype not in dtypes:
+            continue
+        # Once, or once behind the primitives, of which the emulation has its own.
+        assert 1 in (own.count(right), own.partition("// As decode_word.")[2].count(right)), right
+        at = source.rindex(right)  # it stands again in an earlier mistake of the same place
+        source = f"{source[:at]}(planted == {i} ? {wrong} : ({right})){source[at + len(right) :]}"
+    return library(dtype, layout, f'static int planted; extern "C" void plant(int i) {{ planted = i; }}\n{source}')
+
+
 class _EmulatedKernel:
     """In place of :class:`tpoverlap.cuda.kernel.Kernel`.
 

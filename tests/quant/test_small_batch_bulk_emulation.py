@@ -16,7 +16,7 @@ from nvfp4_reference import all_codes, random_weight
 from small_batch_problems import assert_equal, codes_times_scales, error_bound, exact, exact_problem, random_rows
 
 from tpoverlap.cuda.device import DeviceFacts
-from tpoverlap.quant.nvfp4 import concat_columns, small_batch
+from tpoverlap.quant.nvfp4 import concat_columns
 from tpoverlap.quant.nvfp4.small_batch_bulk import Plan, plan_for
 
 pytestmark = [
@@ -151,9 +151,8 @@ def test_a_block_is_given_the_shared_memory_that_it_uses(n: int, k: int) -> None
                 emulation.linear(x, weight, layout=short)
 
 
-# Mistakes: an expression of the source, what stands in its place, and how it is seen.
 FP16, BF16 = (torch.float16,), (torch.bfloat16,)
-MISTAKES = [
+MISTAKES: list[emulation.Mistake] = [
     (BF16, "high << 2", "high << 3", "wrong results"),
     (BF16, "__funnelshift_r(mixed, mixed, 8)", "__funnelshift_r(mixed, mixed, 7)", "wrong results"),
     (FP16, "0x8E008E00u", "0x8C008C00u", "wrong results"),
@@ -202,17 +201,7 @@ def examine(emulated: ctypes.CDLL, dtype: torch.dtype) -> None:
 
 @functools.cache
 def with_mistakes(dtype: torch.dtype) -> ctypes.CDLL:
-    """One build with all of the dtype's mistakes, of which plant(i) chooses one."""
-    own = source = small_batch.source("small_batch_bulk")
-    kernel = own.index("// As decode_word.")  # primitives, which the emulation does not take, stand before
-    for i, (dtypes, right, wrong, _) in enumerate(MISTAKES):
-        if dtype not in dtypes:
-            continue
-        assert 1 in (own.count(right), own[kernel:].count(right)), right
-        at = source.rindex(right)
-        source = f"{source[:at]}(planted == {i} ? {wrong} : ({right})){source[at + len(right) :]}"
-    source = f'static int planted; extern "C" void plant(int i) {{ planted = i; }}\n{source}'
-    return emulation.library(dtype, two_slots(*SIZE), source)
+    return emulation.with_mistakes(MISTAKES, dtype, two_slots(*SIZE))
 
 
 @both_dtypes

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from nvfp4_reference import all_codes, random_weight
 from small_batch_problems import assert_equal, codes_times_scales, error_bound, exact, exact_problem, random_rows
 
-from tpoverlap.quant.nvfp4 import NVFP4Tensor, concat_columns, small_batch
+from tpoverlap.quant.nvfp4 import NVFP4Tensor, concat_columns
 from tpoverlap.quant.nvfp4.small_batch import MANY_ROWS, SOME_ROWS, Blocks
 
 pytestmark = [
@@ -156,9 +156,8 @@ def test_strided_unaligned_and_batched_rows(dtype: torch.dtype) -> None:
         assert (error <= error_bound(rows, weight, bias)).all()
 
 
-# Mistakes: an expression of the source, what stands in its place, and how it is seen.
 FP16, BF16 = (torch.float16,), (torch.bfloat16,)
-MISTAKES = [
+MISTAKES: list[emulation.Mistake] = [
     (FP16, "0x8E008E00u", "0x8C008C00u", "wrong results"),
     (FP16, "word >> 3", "word >> 2", "wrong results"),
     (FP16, "0x3F803F80u", "0x3F003F80u", "wrong results"),
@@ -203,16 +202,7 @@ def examine(emulated: ctypes.CDLL, dtype: torch.dtype) -> None:
 
 @functools.cache
 def with_mistakes(dtype: torch.dtype) -> ctypes.CDLL:
-    """One build with all of the dtype's mistakes, of which plant(i) chooses one."""
-    own = source = small_batch.source()
-    for i, (dtypes, right, wrong, _) in enumerate(MISTAKES):
-        if dtype not in dtypes:
-            continue
-        assert own.count(right) == 1
-        at = source.rindex(right)  # it stands again in an earlier mistake of the same place
-        source = f"{source[:at]}(planted == {i} ? {wrong} : ({right})){source[at + len(right) :]}"
-    source = f'static int planted; extern "C" void plant(int i) {{ planted = i; }}\n{source}'
-    return emulation.library(dtype, source=source)
+    return emulation.with_mistakes(MISTAKES, dtype)
 
 
 @both_dtypes
