@@ -35,11 +35,12 @@ def _visible_range(
     """Request, first key to read, past-the-last key, keys of a part, parts in use.
 
     The cut is a function of the row's own length, the window and NUM_SPLITS: equal parts, whole multiples of
-    PART_KEYS. Up to LONG_PART keys a part only half of the splits are used: fewer starts and merges serve a full GPU
-    better, and more programs a short row little. A window starts at a multiple of BLOCK_N, so that no block of keys
-    straddles cache blocks that a multiple of it divides.
+    PART_KEYS. Up to LONG_PART keys a part only FEW_PARTS are used: fewer starts and merges serve a full GPU better, and
+    more programs a short row little. A window starts at a multiple of BLOCK_N, so that no block of keys straddles cache
+    blocks that a multiple of it divides.
     """
     LONG_PART: tl.constexpr = 256
+    FEW_PARTS: tl.constexpr = (NUM_SPLITS + 1) // 2 if NUM_SPLITS < 16 else 8
     request = row
     if PREFILL_ROWS:
         request = find_request(cu_seqlens_q, requests, row, 1, 1)
@@ -55,7 +56,7 @@ def _visible_range(
     if WINDOW:
         begin = tl.maximum(length - window, 0) // BLOCK_N * BLOCK_N
     keys = length - begin
-    part = tl.maximum(tl.minimum(tl.cdiv(keys, (NUM_SPLITS + 1) // 2), LONG_PART), tl.cdiv(keys, NUM_SPLITS))
+    part = tl.maximum(tl.minimum(tl.cdiv(keys, FEW_PARTS), LONG_PART), tl.cdiv(keys, NUM_SPLITS))
     part = tl.cdiv(part, PART_KEYS) * PART_KEYS
     used = tl.cdiv(keys, tl.maximum(part, 1))
     return request, begin, length, part, used
