@@ -38,8 +38,8 @@ def decode_splits(max_keys: int) -> int:
     """``num_splits`` of :func:`~tpoverlap.attention.paged_decode` for requests of up to ``max_keys`` keys.
 
     16 up to 4096 keys, 64 beyond: few long rows leave most of a GPU idle with 16 (4 of 32768 keys and 2 KV heads take
-    twice as long on an H200), and shorter ones are cut alike with both. A row's bits depend on it, so it follows from what
-    a cache can hold, never from a batch. ValueError unless an int from 1.
+    twice as long on an H200), and shorter ones are cut alike with both. A row's bits depend on it, so it follows from
+    what a cache can hold, never from a batch. ValueError unless an int from 1.
     """
     check_count("max_keys", max_keys, 1)
     return 16 if max_keys <= 4096 else 64
