@@ -28,6 +28,14 @@ def test_this_triton_has_the_gluon_that_it_is_written_in():
     assert hopper_prefill_available()
 
 
+@pytest.mark.parametrize(
+    ("version", "known"), [("3.5.1", False), ("3.6.0", True), ("3.9.0+git1", True), ("3.10.0", False)]
+)
+def test_other_versions_get_the_plain_kernel(monkeypatch, version, known):
+    monkeypatch.setattr(triton, "__version__", version)
+    assert hopper_prefill_available.__wrapped__() is known
+
+
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     "head_dim", [pytest.param(64, marks=pytest.mark.gpu), 128, pytest.param(256, marks=pytest.mark.gpu)]

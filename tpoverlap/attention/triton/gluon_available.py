@@ -5,10 +5,18 @@ from __future__ import annotations
 import functools
 import importlib
 
+# Gluon is experimental: names and signatures change between versions. Tests compile the kernels with the first and the
+# last of these; with any other the plain kernel serves.
+_FIRST_TRITON, _LAST_TRITON = (3, 6), (3, 9)
+
 
 @functools.cache
 def hopper_prefill_available() -> bool:
-    """Gluon is experimental: another version's names may be others, and the plain kernel then serves."""
+    import triton
+
+    major, minor = triton.__version__.split(".")[:2]
+    if not _FIRST_TRITON <= (int(major), int(minor)) <= _LAST_TRITON:
+        return False
     try:
         importlib.import_module("tpoverlap.attention.triton.prefill_hopper")
     except (ImportError, AttributeError):
