@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import torch
 from attention_cases import assert_close, make_case, solve, without_hidden_keys
-from prefill_parts import assert_same, chunk, joined, prefill_in_parts
+from prefill_part_cases import assert_same, chunk, joined, prefill_in_parts
 
 from tpoverlap.attention.triton import prefill as module
 from tpoverlap.attention.triton.configs import PrefillTiles

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from attention_cases import make_case
-from prefill_parts import prefill_in_parts
+from prefill_part_cases import prefill_in_parts
 
 pytest.importorskip("triton")
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from attention_cases import make_case, without_hidden_keys
 from attention_on_gpu import check
-from prefill_parts import Result, assert_same, chunk, joined, prefill_in_parts
+from prefill_part_cases import Result, assert_same, chunk, joined, prefill_in_parts
 
 from tpoverlap.attention import paged_prefill
 from tpoverlap.attention.triton.configs import PrefillTiles, prefill_tiles
