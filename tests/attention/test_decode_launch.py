@@ -8,34 +8,23 @@ from typing import Any
 import pytest
 import torch
 from attention_cases import make_case
+from recorded_launch import Call, RecordedLaunch
 
 pytest.importorskip("triton")
 
 from tpoverlap.attention.triton import decode as module
 
 
-class RecordedLaunch:
-    """Stands for a FastLaunch; ``calls`` are the types of all arguments of each call, by launch."""
-
-    calls: dict[RecordedLaunch, list[tuple[object, ...]]]
-
-    def __init__(self, kernel: Any, constants: dict[str, Any], **options: int | bool) -> None:
-        self.free = set(kernel.do_not_specialize)
-        self.names = [parameter.name for parameter in kernel.params]
-
-    def __call__(self, programs: int, tensors: Sequence[torch.Tensor], values: tuple[Any, ...]) -> None:
-        kinds: list[object] = [tensor.dtype for tensor in tensors]
-        for name, value in zip(self.names[len(tensors) :], values, strict=False):
-            width = (-(2**31) <= value < 2**31) if isinstance(value, int) else None
-            kinds.append((type(value), width, None if name in self.free or isinstance(value, float) else value))
-        self.calls.setdefault(self, []).append(tuple(kinds))
-
-
-def test_every_call_of_a_launch_is_specialized_alike(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An int32 of the first call stays one: what is wider would be cut."""
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> dict[RecordedLaunch, list[Call]]:
     monkeypatch.setattr(module, "FastLaunch", RecordedLaunch)
     monkeypatch.setattr(module, "_plans", {})
     monkeypatch.setattr(RecordedLaunch, "calls", {}, raising=False)
+    return RecordedLaunch.calls
+
+
+def test_every_call_of_a_launch_is_specialized_alike(calls) -> None:
+    """An int32 of the first call stays one: what is wider would be cut."""
     for rows in (1, 3):
         case = make_case(rows, [(1, 40 + row) for row in range(rows)])
         tables = [case.block_table, case.block_table.repeat(1, 2), case.block_table.t().contiguous().t()]
@@ -62,20 +51,12 @@ def test_every_call_of_a_launch_is_specialized_alike(monkeypatch: pytest.MonkeyP
                             first_row=0,
                             rows=rows,
                         )
-    assert any(len(calls) > 1 for calls in RecordedLaunch.calls.values())
-    for calls in RecordedLaunch.calls.values():
-        assert len(set(calls)) == 1
+    assert any(len(made) > 1 for made in calls.values())
+    for made in calls.values():
+        assert len({call.kinds for call in made}) == 1
 
 
-def test_numbers_of_keys_stay_int32(monkeypatch: pytest.MonkeyPatch) -> None:
-    columns = []
-
-    class Launch(RecordedLaunch):
-        def __call__(self, programs: int, tensors: Sequence[torch.Tensor], values: tuple[Any, ...]) -> None:
-            columns.append(dict(zip(self.names[len(tensors) :], values, strict=False))["columns"])
-
-    monkeypatch.setattr(module, "FastLaunch", Launch)
-    monkeypatch.setattr(module, "_plans", {})
+def test_numbers_of_keys_stay_int32(calls) -> None:
     case = make_case(1, [(1, 40)])
     table = torch.zeros(1, 1, dtype=torch.int32).expand(1, 2**28)
     out = torch.empty_like(case.q)
@@ -83,15 +64,12 @@ def test_numbers_of_keys_stay_int32(monkeypatch: pytest.MonkeyPatch) -> None:
     module.prepare_decode(*case.decode[:3], table, case.seq_lens, **options)(
         *case.decode[:3], table, case.seq_lens, out, None, None
     )
-    assert columns == [2**26, 2**26]
+    assert [call.values["columns"] for made in calls.values() for call in made] == [2**26, 2**26]
 
 
 @pytest.mark.parametrize(("blocks", "merged_in_launch"), [(4096, True), (4097, False)])
-def test_long_rows_are_merged_by_a_second_launch(monkeypatch, blocks: int, merged_in_launch: bool) -> None:
+def test_long_rows_are_merged_by_a_second_launch(calls, blocks: int, merged_in_launch: bool) -> None:
     """4096 blocks of 16 keys, 2 heads of 64 in FP16: 32 MiB of keys and values."""
-    monkeypatch.setattr(module, "FastLaunch", RecordedLaunch)
-    monkeypatch.setattr(module, "_plans", {})
-    monkeypatch.setattr(RecordedLaunch, "calls", {}, raising=False)
     case = make_case(1, [(1, 40)], q_heads=4, kv_heads=2, dtype=torch.float16)
     table = torch.zeros(1, blocks, dtype=torch.int32)
     out = torch.empty_like(case.q)
@@ -99,7 +77,7 @@ def test_long_rows_are_merged_by_a_second_launch(monkeypatch, blocks: int, merge
     decode = module.prepare_decode(*case.decode[:3], table, case.seq_lens, **options)
     for _ in range(2):
         decode(*case.decode[:3], table, case.seq_lens, out, None, None)
-    assert [len(calls) for calls in RecordedLaunch.calls.values()] == ([2] if merged_in_launch else [2, 2])
+    assert [len(made) for made in calls.values()] == ([2] if merged_in_launch else [2, 2])
 
 
 def test_a_decode_between_the_launches_of_another_has_other_partial_results(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
-
 import pytest
 import torch
 from sass import disassemble
@@ -13,12 +11,8 @@ from tpoverlap.attention.triton.gluon_available import hopper_prefill_available
 
 triton = pytest.importorskip("triton")
 
-from triton.backends.compiler import GPUTarget  # noqa: E402
+from attention_machine_code import compile_kernel  # noqa: E402
 
-POINTERS = {"lse": "*fp32", "partial": "*fp32", "multiplier": "fp32", "tanh_factor": "fp32"}
-POINTERS |= dict.fromkeys(("block_table", "cu_seqlens_q", "seq_lens"), "*i32")
-POINTERS |= dict.fromkeys(("q", "k_cache", "v_cache", "out"), "*fp16")
-UNIT_STRIDES = ("q_dim", "k_dim", "v_dim", "out_dim", "table_column")
 SHARED_BYTES = 232_448
 # Of some 700 instructions: Triton 3.9 spills one of a consumer with head_dim 128, 3.6 none.
 SPILLS_IN_A_STEP = 2
@@ -45,7 +39,11 @@ def test_code_of_the_consumers_and_the_producer(tmp_path, head_dim):
     constants = {"KV_HEADS": 2, "GROUP": 6, "HEAD_DIM": head_dim, "DIM": head_dim, "BLOCK_SIZE": 16}
     constants |= {"BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n, "PART_KEYS": tiles.part_keys}
     constants |= {"STAGES": tiles.specialized_stages, "WINDOW": False, "SOFTCAP": False, "STORE_LSE": False}
-    compiled = _compile(constants)
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    from tpoverlap.attention.triton.prefill_hopper import WARPS, hopper_prefill_kernel
+
+    compiled = compile_kernel(hopper_prefill_kernel, constants, (9, 0), source=GluonASTSource, num_warps=WARPS)
     assert compiled.metadata.shared <= SHARED_BYTES
     cubin = tmp_path / "kernel.cubin"
     cubin.write_bytes(compiled.asm["cubin"])
@@ -66,26 +64,3 @@ def test_code_of_the_consumers_and_the_producer(tmp_path, head_dim):
 
 def _count(body, name: str) -> int:
     return sum(i.name == name for i in body)
-
-
-def _compile(constants):
-    from triton.experimental.gluon._runtime import GluonASTSource
-
-    from tpoverlap.attention.triton.prefill_hopper import WARPS, hopper_prefill_kernel
-
-    signature, values, attributes = {}, {}, {}
-    for i, parameter in enumerate(hopper_prefill_kernel.params):
-        name = parameter.name
-        if name in constants or name in UNIT_STRIDES:
-            signature[name], values[(i,)] = "constexpr", constants.get(name, 1)
-            continue
-        signature[name] = POINTERS.get(name, "i32")
-        if signature[name].startswith("*") or (signature[name] == "i32" and not parameter.do_not_specialize):
-            attributes[(i,)] = [["tt.divisibility", 16]]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # a notice about the default of fusing multiply and add
-        return triton.compile(
-            GluonASTSource(hopper_prefill_kernel, signature, values, attributes),
-            target=GPUTarget("cuda", 90, 32),
-            options={"num_warps": WARPS},
-        )

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any
 
 import pytest
 import torch
 from attention_cases import make_case
 from prefill_part_cases import prefill_in_parts
+from recorded_launch import Call, RecordedLaunch
 
 pytest.importorskip("triton")
 
@@ -20,32 +19,8 @@ from tpoverlap.attention.triton.gluon_available import hopper_prefill_available
 TILES = PrefillTiles(32, 32, 4, 1, part_keys=64)
 
 
-class RecordedLaunch:
-    """Stands for a FastLaunch; ``calls`` are the programs and named values of each call, by launch."""
-
-    calls: dict[RecordedLaunch, list[tuple[int, dict[str, Any], tuple[object, ...]]]]
-
-    def __init__(self, kernel: Any, constants: dict[str, Any], **options: int | bool) -> None:
-        self.kernel = kernel
-        self.free = set(kernel.do_not_specialize)
-        self.names = [parameter.name for parameter in kernel.params]
-        assert self.names[-len(constants) :] == list(constants)
-        self.constants = constants
-
-    def __call__(self, programs: int, tensors: Sequence[torch.Tensor], values: tuple[Any, ...]) -> None:
-        assert len(tensors) + len(values) + len(self.constants) == len(self.names)
-        named = dict(zip(self.names[len(tensors) :], values, strict=False))
-        kinds: list[object] = [tensor.dtype for tensor in tensors]
-        for name, value in named.items():
-            width = (-(2**31) <= value < 2**31) if isinstance(value, int) else None
-            kinds.append((type(value), width, None if name in self.free or isinstance(value, float) else value))
-        self.calls.setdefault(self, []).append((programs, named, tuple(kinds)))
-
-
 @pytest.fixture
-def calls(
-    monkeypatch: pytest.MonkeyPatch,
-) -> dict[RecordedLaunch, list[tuple[int, dict[str, Any], tuple[object, ...]]]]:
+def calls(monkeypatch: pytest.MonkeyPatch) -> dict[RecordedLaunch, list[Call]]:
     monkeypatch.setattr(module, "FastLaunch", RecordedLaunch)
     monkeypatch.setattr(module, "_plans", {})
     monkeypatch.setattr(RecordedLaunch, "calls", {}, raising=False)
@@ -69,7 +44,7 @@ def test_every_call_of_a_launch_is_specialized_alike(calls, stages: int) -> None
     specialized = bool(stages) and hopper_prefill_available()
     assert any("STAGES" in launch.constants for launch in calls) == specialized
     for made in calls.values():
-        assert len({kinds for _, _, kinds in made}) == 1
+        assert len({call.kinds for call in made}) == 1
 
 
 @pytest.mark.parametrize(("tokens", "columns"), [(1, 1), (70, 5), (3000, 2000), (3000, 16000)])
@@ -85,19 +60,20 @@ def test_programs_and_partial_results_are_bounded_by_shapes(
     merges = [made for launch, made in calls.items() if "merge" in launch.kernel.__name__]
     slabs = launches[0]
     # All tiles once, one after the other: tokens x 3 heads in tiles of 32 rows, one more for the request and one after.
-    ends = [named["first_tile"] + named["tiles"] for _, named, _ in slabs]
-    assert [0, *ends[:-1]] == [named["first_tile"] for _, named, _ in slabs]
+    ends = [slab.values["first_tile"] + slab.values["tiles"] for slab in slabs]
+    assert [0, *ends[:-1]] == [slab.values["first_tile"] for slab in slabs]
     assert ends[-1] == tokens * 3 // 32 + 2
-    for programs, named, _ in slabs:
+    for slab in slabs:
+        named = slab.values
         parts, slots = named["max_parts"], named["slots"]
-        assert programs == slots * named["tiles"] * 2
+        assert slab.programs == slots * named["tiles"] * 2
         assert 1 <= slots <= parts
-        assert programs <= max(2 * 12, 2 * named["tiles"])
+        assert slab.programs <= max(2 * 12, 2 * named["tiles"])
         assert parts * 64 >= min(columns * 16, window + 32 + 32 if window else columns * 16)
         assert parts == 1 or named["tiles"] == 1 or 4 * 2 * named["tiles"] * parts * 32 * 66 <= limit
-    assert bool(merges) == (slabs[0][1]["max_parts"] > 1)
+    assert bool(merges) == (slabs[0].values["max_parts"] > 1)
     if merges:
-        assert [programs for programs, _, _ in merges[0]] == [2 * 2 * named["tiles"] for _, named, _ in slabs]
+        assert [merge.programs for merge in merges[0]] == [2 * 2 * slab.values["tiles"] for slab in slabs]
 
 
 def test_no_tokens_launch_nothing_and_take_no_memory(calls, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,7 +94,8 @@ def test_numbers_of_keys_and_positions_stay_int32(calls, window: int, stages: in
     tiles = dataclasses.replace(TILES, part_keys=2**29, specialized_stages=stages)
     prefill_in_parts(wide, tiles, sliding_window=window)
     assert len(calls) == 2
-    for (_, named, _), *_ in calls.values():
+    for call, *_ in calls.values():
+        named = call.values
         keys = named["columns"] * 16
         assert keys == 2**30
         # The first position of the three tokens, which have no keys: rows that see nothing start at key 0, not past it.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import subprocess
-import warnings
 from pathlib import Path
 
 import pytest
@@ -17,8 +16,7 @@ from tpoverlap.attention.triton.decode import in_launch_unroll
 
 triton = pytest.importorskip("triton")
 
-from triton.backends.compiler import GPUTarget  # noqa: E402
-from triton.compiler import ASTSource  # noqa: E402
+from attention_machine_code import compile_kernel  # noqa: E402
 
 from tpoverlap.attention.triton.decode_kernel import decode_kernel  # noqa: E402
 from tpoverlap.attention.triton.prefill_kernel import prefill_kernel  # noqa: E402
@@ -32,10 +30,6 @@ SPILLS = {64: 0, 128: 0, 256: 64}
 # A prefill may spill around its loops over keys, of whose several hundred instructions so many may be reloads.
 PREFILL_SPILLS = 512
 SPILLS_IN_A_STEP = 20
-POINTERS = {"lse": "*fp32", "partial": "*fp32", "counters": "*i32", "multiplier": "fp32", "tanh_factor": "fp32"}
-POINTERS |= dict.fromkeys(("block_table", "cu_seqlens_q", "seq_lens"), "*i32")
-POINTERS |= dict.fromkeys(("q", "k_cache", "v_cache", "out"), "*fp16")
-UNIT_STRIDES = ("q_dim", "k_dim", "v_dim", "out_dim", "table_column")
 FAST = [("prefill", (9, 0), 128), ("decode", (8, 6), 128), ("prefill", (7, 5), 64), ("prefill", (7, 5), 128)]
 ALL = [(kind, gpu, dim) for kind in ("prefill", "decode") for gpu in GPUS for dim in HEAD_DIMS]
 CASES = [pytest.param(*case, marks=[] if case in FAST else pytest.mark.gpu) for case in ALL]
@@ -56,7 +50,8 @@ def test_code_of_the_tiles(tmp_path, kind, capability, head_dim):
         constants |= {"GROUP_PAD": 16, "PREFILL_ROWS": False, "MERGE": True}
         constants |= {"MERGE_UNROLL": in_launch_unroll(6, padded_dim(head_dim), tiles)}
         constants |= {"DEPENDENT": capability >= (9, 0)}
-    compiled = _compile(kernel, constants, capability, tiles.num_warps, tiles.num_stages)
+    options = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
+    compiled = compile_kernel(kernel, constants, capability, **options)
     cubin = tmp_path / "kernel.cubin"
     cubin.write_bytes(compiled.asm["cubin"])
     shared, instruction = GPUS[capability]
@@ -80,26 +75,6 @@ def test_code_of_the_tiles(tmp_path, kind, capability, head_dim):
 
 def _count(body, name):
     return sum(i.name == name for i in body)
-
-
-def _compile(kernel, constants, capability, num_warps, num_stages):
-    signature, values, attributes = {}, {}, {}
-    for i, parameter in enumerate(kernel.params):
-        name = parameter.name
-        if name in constants or name in UNIT_STRIDES:
-            signature[name], values[(i,)] = "constexpr", constants.get(name, 1)
-            continue
-        signature[name] = POINTERS.get(name, "i32")
-        if signature[name].startswith("*") or (signature[name] == "i32" and not parameter.do_not_specialize):
-            attributes[(i,)] = [["tt.divisibility", 16]]
-    target = GPUTarget("cuda", 10 * capability[0] + capability[1], 32)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # a notice about the default of fusing multiply and add
-        return triton.compile(
-            ASTSource(kernel, signature, values, attributes),
-            target=target,
-            options={"num_warps": num_warps, "num_stages": num_stages},
-        )
 
 
 def _tool(name: str, *arguments: object) -> str:
