@@ -288,14 +288,16 @@ class _Parts:
         """All-reduces one after the other, as in the model.
 
         On the baseline in place, of values that are small again after every few. Ours leave their additions to the
-        stream that needs the sums, which is another one than that of the transfers: nobody does here.
+        stream that needs the sums, which is another one than that of the transfers: nobody does here. Only the host
+        team, which has a group for each transport, calls what this returns.
         """
-        group, source = self._trials.groups[at], self._inputs(tokens, 0).hidden
+        source = self._inputs(tokens, 0).hidden
         payload = source * 2.0**-14
         results = [torch.empty_like(source) for _ in range(_RESULTS)]
 
         @torch.inference_mode()
         def in_place() -> None:
+            group = self._trials.groups[at]
             for i in range(count):
                 if i % _ALL_REDUCES == 0:
                     torch.mul(source, 2.0**-14, out=payload)
@@ -303,6 +305,7 @@ class _Parts:
 
         @torch.inference_mode()
         def transfer() -> None:
+            group = self._trials.groups[at]
             scheduler = _OnStream(torch.cuda.current_stream()) if self._on_device else current_scheduler()
             with torch.cuda.stream(self._aside), use_scheduler(scheduler):
                 for i in range(count):

@@ -24,6 +24,7 @@ from predict_tables import Host, PointAttention
 from prefill_arms import OURS, SERIAL, TILE, everything, prefill_arms
 from prefill_contributions import ChunkAccount, Findings, Measured, figures, missed, tables
 from prefill_host import HostTimes
+from prefill_parts import device_tables
 from prefill_soak import LENGTHS, SETTLED, Footprint, growth
 from prefill_trials import Answer, PrefillTrials, lead, sample
 from rank_harness import run_ranks
@@ -253,6 +254,21 @@ def test_host_times_are_those_of_the_slowest_rank_and_the_same_on_all() -> None:
     assert 0.001 <= attention < 0.01
     assert 0.002 <= mlp < 0.02
     assert 0 < all_reduce < 0.1
+
+
+def _tables_of_teams(rank: int) -> str:
+    name = (HOST, PEER)[rank // 2]
+    first = rank // 2 * 2
+    team = Team(name, World(rank, 4, rank, 4), rank - first, 2, range(first, first + 2), torch.device("cpu"))
+    trials = PrefillTrials(team, SHAPES["tiny"].with_layers(2), 128, 64, 256)
+    arms = prefill_arms(device="cpu", pieces=2, has_turing=False, fastest=None, with_peer=True)
+    (tables,) = device_tables(trials, arms, "tiny", 256)
+    trials.close()
+    return repr(tables)
+
+
+def test_a_team_that_has_one_transport_gets_the_tables_of_all() -> None:
+    assert len(set(run_ranks(_tables_of_teams, 4))) == 1
 
 
 def test_a_short_run_on_cpu_ranks_leaves_all_its_files(tmp_path: Path) -> None:
