@@ -8,7 +8,9 @@ output projection is cut along the vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -114,9 +116,13 @@ class Decoder(nn.Module):
         angles = batch.positions.float()[:, None] * self.rope_inv_freq
         rotary = angles.cos().to(self.dtype), angles.sin().to(self.dtype)
         metadata = metadata or self.metadata(batch)
-        for layer in self.layers:
-            hidden = layer(hidden, rotary, metadata)
-        return self.norm(hidden)
+        layers: Sequence[Any] = list(self.layers)
+        norms = [*(layer.input_norm for layer in layers), self.norm]
+        normed = norms[0](hidden)
+        for layer, next_norm in zip(layers, norms[1:], strict=True):
+            hidden, update = layer.without_last_sum(hidden, normed, rotary, metadata)
+            hidden, normed = next_norm.of_sum(hidden, update)
+        return normed
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

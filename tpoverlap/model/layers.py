@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from tpoverlap.attention import allocate_kv_cache, decode_splits, paged_decode, paged_prefill, write_kv
+from tpoverlap.model.fused import add_rms_norm, rms_norm, sigmoid_mul, silu_mul
 from tpoverlap.model.metadata import AttentionMetadata
 
 Rotary = tuple[torch.Tensor, torch.Tensor]
@@ -40,8 +40,15 @@ class DecoderLayer(nn.Module):
         self.mlp = mlp
 
     def forward(self, hidden: torch.Tensor, rotary: Rotary, metadata: AttentionMetadata) -> torch.Tensor:
-        hidden = hidden + self.attention(self.input_norm(hidden), rotary, metadata)
-        return hidden + self.mlp(self.post_attention_norm(hidden))
+        hidden, update = self.without_last_sum(hidden, self.input_norm(hidden), rotary, metadata)
+        return hidden + update
+
+    def without_last_sum(
+        self, hidden: torch.Tensor, normed: torch.Tensor, rotary: Rotary, metadata: AttentionMetadata
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Two tensors whose sum is the layer's result, for whoever norms that sum. normed: ``input_norm(hidden)``."""
+        hidden, normed = self.post_attention_norm.of_sum(hidden, self.attention(normed, rotary, metadata))
+        return hidden, self.mlp(normed)
 
 
 class Attention(nn.Module):
@@ -91,7 +98,7 @@ class Attention(nn.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         attended = self._attend(q, k, v, rotary, metadata)
         if gate:
-            attended = attended * gate[0].sigmoid()
+            attended = sigmoid_mul(attended, gate[0])
         return self.o(attended.flatten(1))
 
     def _attend(
@@ -127,8 +134,7 @@ class MLP(nn.Module):
         self.down = down
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        gate, up = self.gate_up(x).chunk(2, dim=-1)
-        return self.down(F.silu(gate) * up)
+        return self.down(silu_mul(self.gate_up(x)))
 
 
 class RowParallel(nn.Module):
@@ -153,7 +159,7 @@ class RowParallel(nn.Module):
 
 
 class RMSNorm(nn.Module):
-    """Root mean square layer norm (Zhang and Sennrich 2019) over the last dimension, computed in FP32."""
+    """Root mean square layer norm over the last dimension: :func:`~tpoverlap.model.fused.rms_norm` with its weight."""
 
     def __init__(self, weight: torch.Tensor, eps: float) -> None:
         super().__init__()
@@ -163,5 +169,8 @@ class RMSNorm(nn.Module):
     weight: torch.Tensor
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        # Rounded to the dtype before the weight, as transformers does it.
-        return self.weight * F.rms_norm(x, x.shape[-1:], eps=self.eps)
+        return rms_norm(x, self.weight, self.eps)
+
+    def of_sum(self, x: torch.Tensor, update: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """x + update, and the norm of it."""
+        return add_rms_norm(x, update, self.weight, self.eps)

@@ -19,6 +19,7 @@ from torch import nn
 from tpoverlap.cuda.triton_available import triton_installed, triton_interpreted
 from tpoverlap.cuda.triton_dispatch import capability_of
 from tpoverlap.errors import ConfigError
+from tpoverlap.model.fused import sigmoid_mul
 from tpoverlap.model.layers import RMSNorm, Rotary, RowParallel
 from tpoverlap.model.metadata import AttentionMetadata, StateSlots
 
@@ -71,7 +72,7 @@ class TokenMixer(nn.Module):
         k = self.k_norm(k) * self.head_dim**-0.5
         mixed = self._mix(self.q_norm(q), k, v, metadata)
         mixed = F.rms_norm(mixed, mixed.shape[-1:], eps=self.q_norm.eps)
-        return self.o((mixed * gate.sigmoid()).flatten(1))
+        return self.o(sigmoid_mul(mixed, gate).flatten(1))
 
     def _in_triton(self, x: torch.Tensor) -> bool:
         if not (x.is_cuda or triton_interpreted()) or not triton_installed():
