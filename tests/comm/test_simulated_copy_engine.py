@@ -21,6 +21,7 @@ from sums import DTYPES, check_until_it_fails, expected_sum, inputs
 
 from tpoverlap.comm import GroupCoordinator
 from tpoverlap.comm.copy_engine import CopyEngineProvider
+from tpoverlap.comm.layout import COPY_PUBLISHED
 from tpoverlap.cuda.streams import StreamCalls
 from tpoverlap.errors import (
     CollectiveAbortedError,
@@ -156,6 +157,43 @@ def test_the_addition_of_two_ranks_is_left_to_the_caller_where_it_can_be() -> No
     run_ranks(_left_to_do, 2)
 
 
+def _two_calls_of_two_streams(rank: int) -> None:
+    gpu = SimulatedGpu(rank)
+    group = gpu.group(copy_engine_max_bytes=SLOT)
+    channel = group._channel
+    assert channel is not None
+    words, at = channel.segment.words, channel.layout.word(0, COPY_PUBLISHED) // 4
+    rounds = [inputs(k, 2, (100,), torch.float32) for k in range(2)]
+    for _ in range(2):
+        published, results = words[at], []
+        if rank == 1:
+            dist.barrier()  # rank 0 has uploaded both
+        for parts in rounds:
+            gpu.current = gpu.new_stream()
+            with gpu.computing():
+                results.append(group.all_reduce(parts[rank] * 1.0))
+        if rank == 0:
+            give_up_s = time.monotonic() + 20
+            while words[at] != published + 2:
+                assert time.monotonic() < give_up_s, "the second upload waits for the first download"
+                time.sleep(0.001)
+            dist.barrier()
+        torch.cuda.synchronize()
+        for parts, result in zip(rounds, results, strict=True):
+            assert torch.equal(result, expected_sum(parts))
+        # Others keep their order with these.
+        gpu.current = gpu.default
+        with gpu.computing():
+            rows = group.all_gather(rounds[0][rank] * 1.0, 0)
+        torch.cuda.synchronize()
+        assert torch.equal(rows, torch.cat(rounds[0]))
+    group.destroy()
+
+
+def test_a_call_of_another_stream_uploads_while_the_one_before_waits_for_its_peer() -> None:
+    run_ranks(_two_calls_of_two_streams, 2)
+
+
 def _sums_of_nans(rank: int) -> list[int]:
     gpu = SimulatedGpu(rank)
     group = gpu.group()
@@ -177,14 +215,16 @@ def test_all_ranks_hold_the_same_nan() -> None:
 # What the simulation would show
 
 
-def _without_order_at_the_start(calls: StreamCalls, after: Any, event: Any, before: Any) -> None:
-    if before == 0 or after != 0:  # up behind down
-        return
-    _order(calls, after, event, before)
+def _early_uploads(calls: StreamCalls, before: Any, event: Any, after: Any) -> None:
+    _fork(calls, before, event, after[1:])
+
+
+def _early_downloads(calls: StreamCalls, before: Any, event: Any, after: Any) -> None:
+    _fork(calls, before, event, after[:1])
 
 
 def _without_order_at_the_end(calls: StreamCalls, after: Any, event: Any, before: Any) -> None:
-    if after == 0:  # down behind up
+    if after == 0:  # the current stream behind up and down
         return
     _order(calls, after, event, before)
 
@@ -201,9 +241,10 @@ def _early_flags(
         calls.to_host(host + offset, device + offset, num_bytes, stream)
 
 
-_order = StreamCalls.order
+_order, _fork = StreamCalls.order, StreamCalls.fork
 PLANTED: dict[str, tuple[str, Callable[..., None]]] = {
-    "uploads begin before the input is there": ("order", _without_order_at_the_start),
+    "uploads begin before the input is there": ("fork", _early_uploads),
+    "downloads begin before the result may be written": ("fork", _early_downloads),
     "the input changes before it has been uploaded": ("order", _without_order_at_the_end),
     "slots are written again before they were read": ("wait_at_least", _without_a_wait),
     "pieces are announced before they are there": ("upload", _early_flags),
@@ -221,10 +262,10 @@ def _with_a_fault(rank: int, fault: str) -> bool:
         # Larger than all slots together: between two calls the ranks keep step, so that no slot is in danger there.
         rounds = [inputs(10 * k + i, 2, (2 * SLOT,), torch.float32) for i in range(3)]
         with gpu.computing():
-            results = []
+            results, out = [], torch.empty_like(rounds[0][rank])
             for parts in rounds:
                 x = parts[rank] * 1.0
-                results.append(group.all_reduce(x))
+                results.append(group.all_reduce(x, out=out) * 1.0)
                 x.zero_()
         torch.cuda.synchronize()
         wrong |= not all(torch.equal(r, expected_sum(p)) for r, p in zip(results, rounds, strict=True))
@@ -351,8 +392,8 @@ def _driver_calls(rank: int, num_bytes: int) -> int:
 
 @pytest.mark.parametrize(("num_bytes", "pieces"), [(1 << 20, 1), (8_192_000, 3), (16 << 20, 4)])
 def test_a_call_makes_no_more_calls_of_the_driver_than_it_needs(num_bytes: int, pieces: int) -> None:
-    """A piece: two copies, a write and a wait. Around them: two orders of two calls, a wait and a write."""
-    assert set(run_ranks(_driver_calls, 2, num_bytes)) == {4 * pieces + 6}
+    """A piece: two copies, a write and a wait. Around them: three calls to begin, four to end, a wait and a write."""
+    assert set(run_ranks(_driver_calls, 2, num_bytes)) == {4 * pieces + 9}
 
 
 def _on_another_device(rank: int) -> None:

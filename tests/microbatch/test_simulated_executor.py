@@ -149,7 +149,7 @@ def _operations_of_the_lane(rank: int) -> int:
     assert other.inputs_embeds is not None
     assert torch.equal(scattered, other.inputs_embeds * 2 * n)
     assert isinstance(executor._lane, CudaCommLane)
-    operations = gpu.operations.get(executor._lane._stream.cuda_stream, 0)
+    operations = sum(gpu.operations.get(stream.cuda_stream, 0) for stream in executor._lane._streams)
     group.destroy()
     return operations
 
@@ -168,9 +168,10 @@ def _without_wait_for_the_result(pending: CudaPending) -> Any:
 
 
 def _without_wait_for_compute(lane: CudaCommLane, launch: Callable[[], Any], ready: Any, cancelled: Any) -> CudaPending:
-    with torch.cuda.stream(lane._stream):
+    lane._streams = lane._streams[::-1]
+    with torch.cuda.stream(lane._streams[0]):
         result = launch()
-    return CudaPending(lane, launch, result, ready, lane._record(lane._stream))
+    return CudaPending(lane, launch, result, ready, lane._record(lane._streams[0]))
 
 
 PLANTED: dict[str, tuple[type, str, Callable[..., Any]]] = {

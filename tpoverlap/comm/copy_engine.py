@@ -1,7 +1,7 @@
 """Collectives of CUDA tensors by the GPU's copy engines, through pinned host memory.
 
-Data goes up and down in pieces on two streams (the provider's own and the caller's), ordered by stream memory
-operations; one addition follows. No multiprocessor moves data, so that compute beside it keeps its speed.
+Data goes up and down in pieces on two streams, ordered by stream memory operations; one addition follows. No
+multiprocessor moves data, so that compute beside it keeps its speed.
 """
 
 from __future__ import annotations
@@ -203,22 +203,22 @@ class CopyEngineProvider:
         """Two ranks: each reads the other's payload, from the address ``source`` to ``target``. The steps of
         ``one_shot``, with no detour: every microsecond of host time here is one by which the next layer's compute
         starts later. The uploads of a chunk do not wait for the downloads of the one before, but for the peer to have
-        read its slot."""
+        read its slot; nor do those of a call that another stream makes meanwhile, since both lanes are the group's."""
         if not chunks:
             return  # nothing to publish, and a peer that waits for nothing cannot be missed
         segment, calls, region, rank = self._segment, self._calls, self.region, self._rank
-        down, up, event = segment.begin(), segment.up, segment.event
+        current, up, down, event = segment.begin_aside(), segment.up, segment.down, segment.event
         own_slots, peer_slots = self._slots[rank], self._slots[1 - rank]
         published, theirs = region.published_address[rank], region.published_address[1 - rank]
         consumed, theirs_consumed = region.consumed_address[rank], region.consumed_address[1 - rank]
-        calls.order(up, event, down)
         for chunk in chunks:
             number, base, slot = region.next_operation(len(chunk.pieces), NUM_SLOTS)
             calls.wait_at_least(up, theirs_consumed, (number - NUM_SLOTS) & MASK)
             calls.upload(up, source + chunk.begin, own_slots[slot], chunk.pieces, published, base)
             calls.download(down, target + chunk.begin, peer_slots[slot], chunk.pieces, theirs, base)
             calls.write(down, consumed, number)
-        calls.order(down, event, up)
+        calls.order(current, event, up)
+        calls.order(current, event, down)
 
     def _two_shots(self, x: torch.Tensor, out: torch.Tensor) -> None:
         """More ranks: each adds its own shard of all, then reads the others' sums."""

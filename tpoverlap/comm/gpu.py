@@ -39,6 +39,8 @@ class GpuSegment:
             self.calls = stream_calls()
             self.up = new_stream()
             held.callback(call, "cuStreamDestroy", self.up)
+            self.down = new_stream()
+            held.callback(call, "cuStreamDestroy", self.down)
             self.event = new_event()
             held.callback(call, "cuEventDestroy", self.event)
             self._last_event = new_event()
@@ -79,10 +81,24 @@ class GpuSegment:
         current = self.calls.current(self._ordinal)
         if capturing:
             return current
-        if self._last is not None and self._last is not current:
-            self.calls.order(current, self._last_event, self._last)
-        self._last = current
+        self._follow(current)
         return current
+
+    def begin_aside(self) -> Any:
+        """As :meth:`begin`, for an operation that runs on ``up`` and ``down`` alone: both go on behind the current
+        stream, ``down`` also behind the group's last call, and the current stream waits for no call on another one. The
+        caller lets it wait for both in the end.
+        """
+        current = self.calls.current(self._ordinal)
+        self.calls.fork(current, self.event, (self.up, self.down))
+        self._follow(self.down)
+        return current
+
+    def _follow(self, stream: Any) -> None:
+        """``stream`` goes on behind the group's last eager call, and is that of the next one to be followed."""
+        if self._last is not None and self._last is not stream:
+            self.calls.order(stream, self._last_event, self._last)
+        self._last = stream
 
     def drain(self) -> None:
         torch.cuda.synchronize(self.device)

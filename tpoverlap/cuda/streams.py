@@ -95,6 +95,14 @@ class StreamCalls:
         if error := self._wait_event(after, event, 0)[0]:
             raise failed_call("cuStreamWaitEvent", error)
 
+    def fork(self, before: Any, event: Any, after: Sequence[Any]) -> None:
+        """As :meth:`order`, for several streams that go on behind one."""
+        if error := self._record(event, before)[0]:
+            raise failed_call("cuEventRecord", error)
+        for stream in after:
+            if error := self._wait_event(stream, event, 0)[0]:
+                raise failed_call("cuStreamWaitEvent", error)
+
 
 @functools.cache
 def stream_calls() -> StreamCalls:

@@ -1,4 +1,4 @@
-"""The lane of CUDA tensors: a stream of high priority, ordered with the compute stream by events.
+"""The lane of CUDA tensors: two streams of high priority, ordered with the compute stream by events.
 
 A layer has two collectives a piece, so every microsecond here is paid a hundred times in a forward pass: a moment is
 recorded once and serves as order and as measurement, and events are used again in the next run.
@@ -36,14 +36,18 @@ class CudaPending:
 
 
 class CudaCommLane:
-    """The stream. Collectives are issued at once, in the calling thread, and run behind what it has computed so far."""
+    """Two streams in turn. Collectives are issued at once, in the calling thread, and run behind what it has computed.
+
+    So the copy engines begin one while the last piece of the one before is still on its way down; providers that cannot
+    do that keep their calls in order themselves.
+    """
 
     idle_between_stamps = False
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._index = torch.cuda._get_device_index(device, optional=True)
-        self._stream = torch.cuda.Stream(device, priority=-1)
+        self._streams = tuple(torch.cuda.Stream(device, priority=-1) for _ in range(2))
         self._compute: torch.cuda.Stream | None = None
         self._free: list[torch.cuda.Event] = []
         self._used: list[torch.cuda.Event] = []
@@ -65,15 +69,18 @@ class CudaCommLane:
 
     def submit(self, launch: Callable[[], Any], ready: torch.cuda.Event, cancelled: Callable[[], bool]) -> CudaPending:
         compute = self.compute_stream()
-        self._stream.wait_event(ready)
-        torch.cuda.set_stream(self._stream)
+        stream, other = self._streams
+        self._streams = other, stream
+        stream.wait_event(ready)
+        torch.cuda.set_stream(stream)
         try:
             result = launch()
         finally:
             torch.cuda.set_stream(compute)
-        # Nothing else runs on the stream: a collective starts when it is ready and the one before has ended.
+        # Nothing else runs on the streams, and collectives end in their order: what one takes begins when it is
+        # ready and the one before has ended.
         start = (ready,) if self._last_end is None else (ready, self._last_end)
-        end = self._last_end = self._record(self._stream)
+        end = self._last_end = self._record(stream)
         return CudaPending(self, launch, result, start, end)
 
     def now(self) -> torch.cuda.Event:
@@ -100,7 +107,8 @@ class CudaCommLane:
         return self._origin_s + self._origin.elapsed_time(stamp) * 1e-3
 
     def settle(self) -> None:
-        self._stream.synchronize()
+        for stream in self._streams:
+            stream.synchronize()
 
     def close(self) -> None:
         self.settle()
