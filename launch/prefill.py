@@ -64,7 +64,7 @@ def run(options: Options, world: World, stack: ExitStack) -> None:
     passes = [make_pass(name, options, request, group, model, tables) for name in options.passes]
     for one in passes:
         stack.callback(one.executor.close)
-        one.warm_up(min(options.overlap_min_tokens, options.chunk))
+        one.warm_up(min(options.overlap_min_tokens, options.chunk), decodes=options.generate > 1)
     gap = prefill(passes, model, request.prompt, options.chunk)
     generate(passes, options.generate)
     reports = [collect(world, one) for one in passes]

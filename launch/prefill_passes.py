@@ -52,11 +52,15 @@ class Pass:
         mean = self._loss_sum / self._num_losses
         return math.exp(mean) if not mean > _LARGEST_EXPONENT else math.inf
 
-    def warm_up(self, tokens: int) -> None:
-        """Runs the prompt's first tokens and forgets them, so that first-use costs are in nobody's time."""
+    def warm_up(self, tokens: int, *, decodes: bool) -> None:
+        """Runs the prompt's first tokens and forgets them, so that first-use costs are in nobody's time. decodes: a
+        step behind them, too, for which the cache then has room."""
         runner = Runner(self._model, self._tables, [self._prompt[:tokens]], forward=self._forward)
         for _ in runner.prefill(tokens):
             pass
+        if decodes:
+            for _ in range(2):  # the first token comes from the prefill
+                runner.decode()
         runner.free()
 
     def chunks(self, chunk_tokens: int) -> Iterator[PrefillChunk]:
