@@ -3,7 +3,7 @@
 import torch
 from nvfp4_reference import GLOBAL_SCALES, all_codes, assert_same_bits, random_weight
 
-from tpoverlap.quant.nvfp4 import dequantize, to_qpn2, torch_backend, triton_backend
+from tpoverlap.quant.nvfp4 import NVFP4Tensor, dequantize, to_qpn2, torch_backend, triton_backend
 from tpoverlap.quant.nvfp4.tiles import Tile
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -45,6 +45,18 @@ def main() -> None:
     t = random_weight(9, 64, seed=2).slice_rows(3, 8)
     check(t, t, torch.float16, None)
     assert dequantize(random_weight(0, 32, seed=3), backend="triton").shape == (0, 32)
+    # What a weight's first call has prepared serves no later call that differs.
+    t, other = (random_weight(5, 64, seed=seed) for seed in (4, 5))
+    for dtype, tile in ((torch.float16, None), (torch.float32, None), (torch.float16, Tile(16, 4))):
+        check(t, t, dtype, tile)
+    for part in ("codes", "scales"):
+        getattr(t, part).data = getattr(other, part)
+        check(t, t, torch.float16, Tile(16, 4))
+    codes = torch.zeros(1 + 5 * 32, dtype=torch.uint8)[1:].view(5, 32)
+    t = NVFP4Tensor(codes, other.scales, other.global_scale, (5, 64))
+    for codes_now in (other.codes, other.codes.flip(0)):
+        codes.copy_(codes_now)
+        check(t, t, torch.float16, None)
     print(f"interpreter cases passed: {passed}")
 
 

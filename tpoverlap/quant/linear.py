@@ -52,7 +52,7 @@ class NVFP4Linear(nn.Module):
         self.out_features, self.in_features = weight.shape
         self.dtype = dtype
         self.workspace = workspace if workspace is not None else DequantWorkspace()
-        self._weight: tuple[tuple[torch.Tensor, ...], NVFP4Tensor] | None = None
+        self._weight: tuple[torch.Tensor, torch.Tensor, torch.Tensor, NVFP4Tensor] | None = None
         self.register_buffer("codes", weight.codes)
         self.register_buffer("scales", weight.scales)
         self.register_buffer("global_scale", weight.global_scale)
@@ -61,12 +61,14 @@ class NVFP4Linear(nn.Module):
     @property
     def weight(self) -> NVFP4Tensor:
         """The quantized weight; shares the buffers."""
-        # A module's attributes take ten times as long, and a layer asks for these twice.
+        # A module's attributes take ten times as long.
         held: dict[str, Any] = self._buffers
-        buffers = (held["codes"], held["scales"], held["global_scale"])
-        if self._weight is None or any(a is not b for a, b in zip(self._weight[0], buffers, strict=True)):
-            self._weight = (buffers, NVFP4Tensor(*buffers, (self.out_features, self.in_features)))
-        return self._weight[1]
+        codes, scales, global_scale = held["codes"], held["scales"], held["global_scale"]
+        known = self._weight
+        if known is None or known[0] is not codes or known[1] is not scales or known[2] is not global_scale:
+            weight = NVFP4Tensor(codes, scales, global_scale, (self.out_features, self.in_features))
+            known = self._weight = (codes, scales, global_scale, weight)
+        return known[3]
 
     def shard_rows(self, start: int, stop: int) -> NVFP4Linear:
         """The layer that computes outputs [start, stop) (column-parallel): those rows of the weight and of the bias."""
@@ -93,11 +95,11 @@ class NVFP4Linear(nn.Module):
         weight = self.weight
         if torch.is_grad_enabled() and x.requires_grad:
             dense = dequantize(weight, self.dtype)  # backward reads it after the workspace has moved on
-        elif small_batch.rejection(x, weight) is None:
+        elif x.numel() <= small_batch.MAX_ROWS * self.in_features and small_batch.rejection(x, weight) is None:
             return small_batch.linear(x, weight, self.bias)
         else:
             dense = self.workspace.dense(weight, self.dtype)
-        return nn.functional.linear(x, dense, self.bias)
+        return nn.functional.linear(x, dense, self._buffers["bias"])
 
     def extra_repr(self) -> str:
         return (

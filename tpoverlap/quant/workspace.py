@@ -12,9 +12,28 @@ from tpoverlap.quant.nvfp4 import NVFP4Tensor, dequantize
 from tpoverlap.quant.nvfp4.tiles import Tile
 
 
-@dataclass
+class _Buffer:
+    """Bytes that take one dense weight at a time, and the tensors that stand for them."""
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        with torch.inference_mode(False):  # an inference tensor could not be written outside inference mode
+            self._bytes = torch.empty(size, dtype=torch.uint8, device=device)
+        self.size = size
+        self._views: dict[tuple[torch.dtype, tuple[int, int]], torch.Tensor] = {}
+
+    def shaped(self, dtype: torch.dtype, shape: tuple[int, int]) -> torch.Tensor:
+        """A model's weights have few shapes, and three views take as long as a launch."""
+        view = self._views.get((dtype, shape))
+        if view is None:
+            with torch.inference_mode(False):
+                view = self._bytes[: shape[0] * shape[1] * dtype.itemsize].view(dtype).view(shape)
+            self._views[dtype, shape] = view
+        return view
+
+
+@dataclass(slots=True)
 class _Slot:
-    storage: torch.Tensor
+    buffer: _Buffer
     dense: torch.Tensor
     source: NVFP4Tensor
     versions: tuple[int, ...]
@@ -45,31 +64,38 @@ class DequantWorkspace:
 
     def dense(self, weight: NVFP4Tensor, dtype: torch.dtype) -> torch.Tensor:
         """The weight's values [N, K] in ``dtype``, dequantized unless they are still here. Do not write to them."""
-        if weight.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            self.dequantizations += 1
-            return dequantize(weight, dtype, tile=self.tile)
-        slots = self._streams.setdefault(_stream_key(weight.device), OrderedDict())
-        key = (weight.codes.data_ptr(), dtype)
+        codes = weight.codes
+        if codes.is_cuda:
+            if torch.cuda.is_current_stream_capturing():
+                self.dequantizations += 1
+                return dequantize(weight, dtype, tile=self.tile)
+            ordinal = codes.get_device()
+            # The stream's handle alone: its object takes ten times as long.
+            stream: object = (ordinal, torch._C._cuda_getCurrentRawStream(ordinal))
+        else:
+            stream = codes.device
+        slots = self._streams.get(stream)
+        if slots is None:
+            slots = self._streams[stream] = OrderedDict()
+        key = (codes.data_ptr(), dtype)
         versions = _versions(weight)
         slot = slots.get(key)
-        if slot is not None and slot.source.shape == weight.shape and slot.versions == versions:
+        if slot is not None and slot.versions == versions and slot.source.shape == weight.shape:
             slots.move_to_end(key)
             return slot.dense
         if slot is not None:
             del slots[key]
         elif len(slots) >= self.capacity:
             _, slot = slots.popitem(last=False)
-        count = weight.shape[0] * weight.shape[1]
-        size = count * dtype.itemsize
-        if slot is not None and slot.storage.numel() >= size:
-            storage = slot.storage
+        size = weight.shape[0] * weight.shape[1] * dtype.itemsize
+        if slot is not None and slot.buffer.size >= size:
+            buffer = slot.buffer
         else:
             slot = None  # frees the smaller buffer before the larger one is allocated
-            with torch.inference_mode(False):  # an inference tensor could not be written outside inference mode
-                storage = torch.empty(size, dtype=torch.uint8, device=weight.device)
-        dense = storage[:size].view(dtype).view(weight.shape)
+            buffer = _Buffer(size, weight.device)
+        dense = buffer.shaped(dtype, weight.shape)
         dequantize(weight, dtype, out=dense, tile=self.tile)
-        slots[key] = _Slot(storage, dense, weight, versions)
+        slots[key] = _Slot(buffer, dense, weight, versions)
         self.dequantizations += 1
         return dense
 
@@ -78,15 +104,21 @@ class DequantWorkspace:
         self._streams.clear()
 
 
-def _stream_key(device: torch.device) -> object:
-    # The stream's handle alone: its object takes ten times as long.
-    return (device, torch._C._cuda_getCurrentRawStream(device.index)) if device.type == "cuda" else device
-
-
 def _versions(weight: NVFP4Tensor) -> tuple[int, ...]:
     """Identity of the bytes behind a weight: where its three tensors lie and how often each was written.
 
     The slot keeps the tensors alive, so an address cannot be taken by another weight while it is compared with.
     """
-    parts = (weight.codes, weight.scales, weight.global_scale)
-    return tuple(x for t in parts for x in (t.data_ptr(), 0 if t.is_inference() else t._version))
+    codes, scales, global_scale = weight.codes, weight.scales, weight.global_scale
+    return (
+        codes.data_ptr(),
+        scales.data_ptr(),
+        global_scale.data_ptr(),
+        _writes(codes),
+        _writes(scales),
+        _writes(global_scale),
+    )
+
+
+def _writes(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -34,39 +36,96 @@ def dequantize_into(t: NVFP4Tensor | QPN2Tensor, out: torch.Tensor, tile: Tile |
 
     ``tile``: what one program takes; by default what the device's table entry says.
     """
-    n, k = t.shape
-    if not n * k:
+    if not t.shape[0] * t.shape[1]:
         return
+    if isinstance(t, QPN2Tensor):
+        _dequantize_qpn2(t, _as_stored(out), tile)
+    else:
+        prepared = _prepared.get(t)
+        key = (out.dtype, tile, t.codes.data_ptr(), t.scales.data_ptr(), t.global_scale.data_ptr())
+        if prepared is None or prepared.key != key:
+            prepared = _RowMajor.make(t, out.dtype, tile, key)
+            if not prepared.copied:
+                _prepared[t] = prepared
+        prepared(out)
+
+
+@dataclass(frozen=True, slots=True)
+class _RowMajor:
+    """The launch that dequantizes a weight to one dtype, as long as its tensors lie where they lay.
+
+    tensors: views of the weight's, the codes ``copied`` where they do not start on a word.
+    """
+
+    key: tuple[object, ...]
+    launch: FastLaunch
+    programs: int
+    tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+    values: tuple[int, int]
+    by_integers: bool
+    copied: bool
+
+    @classmethod
+    def make(cls, t: NVFP4Tensor, dtype: torch.dtype, tile: Tile | None, key: tuple[object, ...]) -> _RowMajor:
+        capability = _capability(t.codes)
+        by_integers = _by_integers(dtype, capability)
+        tile = tile or tile_for("row_major", capability)
+        n, k = t.shape
+        num_groups, groups_per_row = n * (k // GROUP), k // GROUP
+        per_row = t.global_scale.ndim == 1
+        stored = torch.int16 if by_integers else dtype
+        return cls(
+            key,
+            _row_major(t.device, stored, num_groups >= 2**31, groups_per_row, per_row, tile),
+            -(-num_groups // tile.groups),
+            (_as_words(t.codes), t.scales.view(torch.uint8), t.global_scale),
+            (num_groups, groups_per_row),
+            by_integers,
+            t.codes.data_ptr() % 4 != 0,
+        )
+
+    def __call__(self, out: torch.Tensor) -> None:
+        with on_device_of(out):
+            stored = out.view(torch.int16) if self.by_integers else out
+            self.launch(self.programs, (*self.tensors, stored), self.values)
+
+
+# A layer keeps its weight, so what the launch needs is worked out once a layer.
+_prepared: WeakKeyDictionary[NVFP4Tensor, _RowMajor] = WeakKeyDictionary()
+
+
+def _dequantize_qpn2(t: QPN2Tensor, out: torch.Tensor, tile: Tile | None) -> None:
     from tpoverlap.quant.nvfp4 import triton_kernels as kernels
 
-    # The interpreter has no instructions of any.
-    capability = capability_of(t.codes) if t.codes.is_cuda else (0, 0)
-    if out.dtype == torch.bfloat16 and capability < (8, 0):
-        out = out.view(torch.int16)  # no BF16 conversion instruction: the kernel rounds by integer operations
+    n, k = t.shape
     groups_per_row = k // GROUP
-    words = _as_words(t.codes)
-    scales = t.scales.view(torch.uint8)
-    per_row = t.global_scale.ndim == 1
+    tile = tile or tile_for("qpn2", _capability(t.codes))
+    parts = TILE_ROWS // kernels.QPN2_ROWS.value
     with on_device_of(t.codes):
-        if isinstance(t, QPN2Tensor):
-            tile = tile or tile_for("qpn2", capability)
-            parts = TILE_ROWS // kernels.QPN2_ROWS.value
-            grid: tuple[int, ...] = (-(-groups_per_row // tile.groups) * parts, n // TILE_ROWS)
-            kernels.dequantize_qpn2[grid](
-                words,
-                scales,
-                t.global_scale,
-                out,
-                groups_per_row,
-                PER_ROW=per_row,
-                GROUPS=tile.groups,
-                num_warps=tile.num_warps,
-            )
-        else:
-            tile = tile or tile_for("row_major", capability)
-            num_groups = n * groups_per_row
-            launch = _row_major(t.device, out.dtype, num_groups >= 2**31, groups_per_row, per_row, tile)
-            launch(-(-num_groups // tile.groups), (words, scales, t.global_scale, out), (num_groups, groups_per_row))
+        kernels.dequantize_qpn2[(-(-groups_per_row // tile.groups) * parts, n // TILE_ROWS)](
+            _as_words(t.codes),
+            t.scales.view(torch.uint8),
+            t.global_scale,
+            out,
+            groups_per_row,
+            PER_ROW=t.global_scale.ndim == 1,
+            GROUPS=tile.groups,
+            num_warps=tile.num_warps,
+        )
+
+
+def _capability(codes: torch.Tensor) -> tuple[int, int]:
+    """The interpreter has no instructions of any."""
+    return capability_of(codes) if codes.is_cuda else (0, 0)
+
+
+def _by_integers(dtype: torch.dtype, capability: tuple[int, int]) -> bool:
+    """Whether the kernels round by integer operations and store int16: no instruction converts to BF16."""
+    return dtype == torch.bfloat16 and capability < (8, 0)
+
+
+def _as_stored(out: torch.Tensor) -> torch.Tensor:
+    return out.view(torch.int16) if _by_integers(out.dtype, _capability(out)) else out
 
 
 @functools.cache
