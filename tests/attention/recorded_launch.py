@@ -31,11 +31,13 @@ class RecordedLaunch:
         # In any order: a launcher drops the values of constants, which only have to be as many.
         assert set(self.names[-len(constants) :]) == set(constants)
 
-    def __call__(self, programs: int, tensors: Sequence[torch.Tensor], values: tuple[Any, ...]) -> None:
+    def __call__(
+        self, programs: int, tensors: Sequence[torch.Tensor], values: tuple[Any, ...], *, y: int = 1, z: int = 1
+    ) -> None:
         assert len(tensors) + len(values) + len(self.constants) == len(self.names)
         named = dict(zip(self.names[len(tensors) :], values, strict=False))
         kinds: list[object] = [tensor.dtype for tensor in tensors]
         for name, value in named.items():
             width = (-(2**31) <= value < 2**31) if isinstance(value, int) else None
             kinds.append((type(value), width, None if name in self.free or isinstance(value, float) else value))
-        self.calls.setdefault(self, []).append(Call(programs, named, tuple(kinds)))
+        self.calls.setdefault(self, []).append(Call(programs * y * z, named, tuple(kinds)))

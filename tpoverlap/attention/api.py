@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal, TypeVar, overload
+from typing import Literal, overload
 
 import torch
 
@@ -16,6 +16,7 @@ from tpoverlap.attention.arguments import (
     vector_rows,
 )
 from tpoverlap.attention.backend import PACKED_PREFILL, PrefillBackend, PrefillRequest, PreparedDecode, PreparedPrefill
+from tpoverlap.attention.prepared import keep
 from tpoverlap.attention.selection import Selection, select_decode_backend, select_prefill_backend
 from tpoverlap.cuda.triton_dispatch import capability_of
 
@@ -147,7 +148,7 @@ def paged_prefill(
     )
     prefill = _prepared_prefills.get(signature)
     if prefill is None:
-        prefill, keep = _prepare_prefill(
+        prefill, always = _prepare_prefill(
             q,
             k_cache,
             v_cache,
@@ -164,8 +165,8 @@ def paged_prefill(
             backend,
             out,
         )
-        if keep:
-            _keep(_prepared_prefills, signature, prefill)
+        if always:
+            keep(_prepared_prefills, signature, prefill)
     if out is None:
         out = q.new_empty(q.shape)
     lse = q.new_empty(q.shape[:2], dtype=torch.float32) if return_lse else None
@@ -284,7 +285,7 @@ def paged_decode(
             backend,
             out,
         )
-        _keep(_prepared_decodes, signature, decode)
+        keep(_prepared_decodes, signature, decode)
     if workspace is not None:
         _check_workspace(workspace, q, num_splits)
     if out is None:
@@ -299,17 +300,8 @@ def decode_workspace_size(rows: int, q_heads: int, head_dim: int, num_splits: in
     return rows * q_heads * num_splits * (head_dim + 2)
 
 
-# Checks and selection take as long as a small kernel: they are made once a signature.
 _prepared_decodes: dict[tuple[object, ...], PreparedDecode] = {}
 _prepared_prefills: dict[tuple[object, ...], PreparedPrefill] = {}
-_MAX_PREPARED = 4096
-P = TypeVar("P")
-
-
-def _keep(prepared: dict[tuple[object, ...], P], signature: tuple[object, ...], one: P) -> None:
-    if len(prepared) >= _MAX_PREPARED:
-        prepared.clear()
-    prepared[signature] = one
 
 
 def _prepare_prefill(

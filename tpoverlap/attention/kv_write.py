@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 
+from tpoverlap.attention.prepared import keep, kind
 from tpoverlap.cuda.triton_dispatch import triton_serves
 
 
@@ -31,16 +34,59 @@ def write_kv(
     Raises ValueError where shapes, dtypes or devices do not fit and, on CPU, for a slot past the cache (a GPU does not
     store it).
     """
+    signature = (
+        kind(k),
+        kind(v),
+        kind(k_cache),
+        kind(v_cache),
+        kind(slots),
+        None if q is None else kind(q),
+        None if cos is None else kind(cos),
+        None if sin is None else kind(sin),
+    )
+    write = _prepared.get(signature)
+    if write is None:
+        write = _prepare(k, v, k_cache, v_cache, slots, q, cos, sin)
+        keep(_prepared, signature, write)
+    write(k, v, k_cache, v_cache, slots, q, cos, sin)
+
+
+class PreparedWrite(Protocol):
+    """A write of one signature, which has been checked."""
+
+    def __call__(
+        self,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        slots: torch.Tensor,
+        q: torch.Tensor | None,
+        cos: torch.Tensor | None,
+        sin: torch.Tensor | None,
+    ) -> None: ...
+
+
+_prepared: dict[tuple[object, ...], PreparedWrite] = {}
+
+
+def _prepare(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slots: torch.Tensor,
+    q: torch.Tensor | None,
+    cos: torch.Tensor | None,
+    sin: torch.Tensor | None,
+) -> PreparedWrite:
     _check(k, v, k_cache, v_cache, slots)
     _check_rotary(k, q, cos, sin)
-    if slots.shape[0] == 0:
-        return
     if triton_serves(k):
-        from tpoverlap.attention.triton.kv_write import write_kv_triton
+        from tpoverlap.attention.triton.kv_write import prepare_write
 
-        write_kv_triton(k, v, k_cache, v_cache, slots, q, cos, sin)
-    else:
-        _write_torch(k, v, k_cache, v_cache, slots, q, cos, sin)
+        return prepare_write(k, v, k_cache, v_cache, slots, q, cos, sin)
+    return _write_torch
 
 
 def _check(k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, slots: torch.Tensor) -> None:
@@ -94,6 +140,8 @@ def _write_torch(
     cos: torch.Tensor | None,
     sin: torch.Tensor | None,
 ) -> None:
+    if not slots.shape[0]:
+        return
     block_size = k_cache.shape[1]
     capacity = k_cache.shape[0] * block_size
     if int(slots.max()) >= capacity:
