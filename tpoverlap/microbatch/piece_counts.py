@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
@@ -21,36 +22,56 @@ class PieceCounts:
     """Chooses the number of pieces; the same on all ranks, which run the same batches.
 
     "auto": a batch that comes directly after one of its size (in units of ``cut_multiple`` tokens) takes that one's
-    segment times, of the slowest rank, and keeps the count that promises to be fastest: by
-    :func:`~tpoverlap.microbatch.bound.best_piece_count`, with the host time that a piece took on a device.
+    segment times, of the slowest rank, and the count that promises to be fastest: by
+    :func:`~tpoverlap.microbatch.bound.best_piece_count`, with the host time that a piece took on a device. What was
+    promised may not come true, where hosts are slow at times for instance: a count above the first one is on trial
+    until two batches of it have run in a row, and is kept if the second was faster than the one that it was told from.
     """
 
     def __init__(self, group: GroupCoordinator, config: OverlapConfig) -> None:
         self._group = group
         self._config = config
         self._chosen: dict[int, int] = {}
-        self._last_size: int | None = None
+        self._trials: dict[int, _Trial] = {}
+        # Size and count of the batch before this one, where its times are those of others.
+        self._last: tuple[int, int] | None = None
 
     def choose(self, num_tokens: int, last_stats: Callable[[], RunStats]) -> int:
-        """A collective at the second batch of a size. last_stats: of the run before this one."""
+        """A collective at the batches of a size that measurements of the one before decide. last_stats: of that run."""
         if self._config.num_pieces != "auto":
             return self._config.num_pieces
         size = num_tokens // self._config.cut_multiple
-        if size not in self._chosen and self._last_size == size:
-            self._chosen[size] = self._measured(last_stats())
-        return self._chosen.get(size, _FIRST)
+        if size not in self._chosen:
+            trial = self._trials.get(size)
+            if self._last == (size, trial.count if trial else _FIRST):
+                self._decide(size, trial, last_stats())
+        if size in self._chosen:
+            return self._chosen[size]
+        return self._trials[size].count if size in self._trials else _FIRST
 
     def ran(self, num_tokens: int, num_pieces: int, *, is_typical: bool = True) -> None:
         """A batch has run to its end on this rank. is_typical: whether its times are those of others of its size."""
-        fits = num_pieces == _FIRST and is_typical
-        self._last_size = num_tokens // self._config.cut_multiple if fits else None
+        self._last = (num_tokens // self._config.cut_multiple, num_pieces) if is_typical else None
 
     def forget(self) -> None:
         """After a failure, which ranks may have met in different runs."""
         self._chosen.clear()
-        self._last_size = None
+        self._trials.clear()
+        self._last = None
 
-    def _measured(self, stats: RunStats) -> int:
+    def _decide(self, size: int, trial: _Trial | None, stats: RunStats) -> None:
+        if trial is not None:
+            self._chosen[size] = trial.count if self._slowest([[stats.wall_s]])[0][0] < trial.before_s else _FIRST
+            del self._trials[size]
+            return
+        count, seconds = self._promising(stats)
+        if count == _FIRST:
+            self._chosen[size] = count
+        else:
+            self._trials[size] = _Trial(count, seconds)
+
+    def _promising(self, stats: RunStats) -> tuple[int, float]:
+        """The count that promises most, and how long the measured run took."""
         compute: defaultdict[int, float] = defaultdict(float)
         communication: defaultdict[int, float] = defaultdict(float)
         for interval in stats.intervals:
@@ -59,8 +80,21 @@ class PieceCounts:
             elif interval.kind == "communication":
                 communication[interval.index] += interval.end_s - interval.start_s
         issue_s = stats.issue_s if self._group.device.type != "cpu" else 0.0  # on CPU, computing is issuing
-        rows = [[issue_s, 0.0], *([compute[i], communication[i]] for i in range(len(compute)))]
-        mine = torch.tensor(rows, dtype=torch.float32)
-        (issue_s, _), *segments = self._group.all_gather(mine[None], 0).amax(0).tolist()
+        rows = [[issue_s, stats.wall_s], *([compute[i], communication[i]] for i in range(len(compute)))]
+        (issue_s, wall_s), *segments = self._slowest(rows)
         each_s = issue_s / _FIRST / max(1, len(segments))
-        return best_piece_count([Segment(t, c, issue_s=each_s) for t, c in segments], _OVERHEAD_S)
+        return best_piece_count([Segment(t, c, issue_s=each_s) for t, c in segments], _OVERHEAD_S), wall_s
+
+    def _slowest(self, rows: list[list[float]]) -> list[list[float]]:
+        """The largest of each value on all ranks."""
+        mine = torch.tensor(rows, dtype=torch.float32)
+        slowest: list[list[float]] = self._group.all_gather(mine[None], 0).amax(0).tolist()
+        return slowest
+
+
+@dataclass(frozen=True)
+class _Trial:
+    """before_s: how long the run took that ``count`` was told from."""
+
+    count: int
+    before_s: float
