@@ -31,7 +31,7 @@ def run(case: Case, num_splits: int | None = None, scale: float = 256**-0.5) -> 
 
 
 def launch(case: Case, out: torch.Tensor, lse: torch.Tensor | None, num_splits: int | None, scale: float) -> None:
-    turing.paged_prefill(
+    start = turing.prepare_prefill(
         *case.prefill,
         scale=scale,
         sliding_window=None,
@@ -41,6 +41,7 @@ def launch(case: Case, out: torch.Tensor, lse: torch.Tensor | None, num_splits: 
         out=out,
         lse=lse,
     )
+    start(*case.prefill, out, lse)
 
 
 def solve(case: Case, scale: float = 256**-0.5) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -135,7 +136,6 @@ def test_rows_that_see_no_key_are_zero(num_splits: int) -> None:
 def test_q_and_out_of_any_strides(num_splits: int) -> None:
     case = make(6, [(100, 300)])
     want = solve(case)
-    case.q.copy_(case.q)
     wide = torch.full((*case.q.shape, 2), math.nan, dtype=torch.float16, device="cuda")
     wide[..., 0] = case.q
     strided = Case(wide[..., 0], *case.prefill[1:])
@@ -143,6 +143,9 @@ def test_q_and_out_of_any_strides(num_splits: int) -> None:
     lse = torch.full((12, 100), math.nan, device="cuda").T
     launch(strided, out, lse, num_splits, 256**-0.5)
     compare((out, lse), want)
+    odd = torch.full((case.q.numel() + 1,), math.nan, dtype=torch.float16, device="cuda")[1:].view(case.q.shape)
+    odd.copy_(case.q)
+    compare(run(Case(odd, *case.prefill[1:]), num_splits), want)
 
 
 def test_a_cache_with_rows_that_cannot_be_loaded_by_16_bytes_is_refused() -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import ctypes
 import gc
 import random
-from contextlib import nullcontext
-from types import SimpleNamespace
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -24,7 +24,7 @@ class _Arguments(ctypes.Structure):
 
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
-    """What the driver was given: function, grid, block, shared bytes, stream, programmatic or not, argument."""
+    """Current device, function, grid, block, shared bytes, stream, programmatic or not and argument of each launch."""
     found: list[tuple[Any, ...]] = []
 
     def value(parameters: int) -> int:
@@ -45,24 +45,31 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
             block = (config.blockDimX, config.blockDimY, config.blockDimZ)
             allowed = attribute.value.programmaticStreamSerializationAllowed
             shared, stream = config.sharedMemBytes, int(config.hStream)
-            found.append((int(function), grid, block, shared, stream, allowed, value(parameters)))
+            found.append((_current_device[0], int(function), grid, block, shared, stream, allowed, value(parameters)))
         if name == "cuLaunchKernel":
             function, *sizes, shared, stream, parameters, extra = arguments
             assert extra == 0
             grid, block = tuple(sizes[:3]), tuple(sizes[3:])
-            found.append((int(function), grid, block, shared, stream, 0, value(parameters)))
+            found.append((_current_device[0], int(function), grid, block, shared, stream, 0, value(parameters)))
         return 1
 
     monkeypatch.setattr(kernels, "call", call)
     monkeypatch.setattr(kernels, "device_facts", lambda ordinal: DeviceFacts(ordinal, "", (9, 0), 132, 232_448, 0))
-    monkeypatch.setattr(torch.cuda, "device", lambda ordinal: nullcontext())
-    monkeypatch.setattr(
-        torch.cuda, "current_stream", lambda ordinal: SimpleNamespace(cuda_stream=_current_streams[ordinal])
-    )
+    monkeypatch.setattr(torch.cuda, "device", _on_device)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: _current_device[0])
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", _current_streams.__getitem__, raising=False)
     return found
 
 
 _current_streams: dict[int, int] = {}
+_current_device = [0]
+
+
+@contextmanager
+def _on_device(ordinal: int) -> Iterator[None]:
+    before, _current_device[0] = _current_device[0], ordinal
+    yield
+    _current_device[0] = before
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -88,9 +95,12 @@ def test_launches_in_any_order_have_their_own_grid_stream_and_arguments(
         ordinal, block, shared = sizes[function]
         _current_streams.update({0: rng.choice([0, 7, 8]), 1: rng.choice([0, 7, 0x7F00_0000_0010])})
         grid = rng.choice([(132, 1, 1), (13, 1, 1), (13, 2, 3)])
+        _current_device[0] = current = rng.choice([0, 1])
         kernel.launch(grid, _Arguments(i))
+        assert _current_device == [current]
         if rng.random() < 0.1:
             gc.collect()
-        wanted = (2 * function + programmatic, grid, (block, 1, 1), shared, _current_streams[ordinal], programmatic, i)
-        assert launches[-1] == wanted
+        stream = _current_streams[ordinal]
+        number = 2 * function + programmatic
+        assert launches[-1] == (ordinal, number, grid, (block, 1, 1), shared, stream, programmatic, i)
     assert len(launches) == 200

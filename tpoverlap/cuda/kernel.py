@@ -45,7 +45,8 @@ class Kernel:
         self._shared_bytes = shared_bytes
         self._programmatic = programmatic
         self._configs: dict[tuple[tuple[int, int, int], int], Any] = {}
-        with self._context(), _capture_tolerated():
+        with torch.cuda.device(ordinal), _capture_tolerated():
+            self._bind_context()
             library = _load_library(image, name, facts)
             kernel = call("cuLibraryGetKernel", library, name.encode())
             if shared_bytes:
@@ -62,24 +63,23 @@ class Kernel:
 
     def launch(self, grid: tuple[int, int, int], arguments: ctypes.Structure) -> None:
         """Launch on the device's current torch stream. arguments: the kernel's one parameter, passed by value."""
-        pointers = (ctypes.c_void_p * 1)(ctypes.addressof(arguments))
-        with self._context():
-            stream = torch.cuda.current_stream(self._ordinal).cuda_stream
-            if self._programmatic:
-                call("cuLaunchKernelEx", self._config(grid, stream), self._function, ctypes.addressof(pointers), 0)
-                return
-            call(
-                "cuLaunchKernel",
-                self._function,
-                *grid,
-                self._block,
-                1,
-                1,
-                self._shared_bytes,
-                stream,
-                ctypes.addressof(pointers),
-                0,
-            )
+        parameters = (ctypes.c_void_p * 1)(ctypes.addressof(arguments))
+        # To change to the device that is current already would take longer than the launch.
+        if torch.cuda.current_device() == self._ordinal:
+            self._start(grid, ctypes.addressof(parameters))
+        else:
+            with torch.cuda.device(self._ordinal):
+                self._start(grid, ctypes.addressof(parameters))
+
+    def _start(self, grid: tuple[int, int, int], parameters: int) -> None:
+        """Launch on the device, which is the current one."""
+        self._bind_context()
+        stream = torch._C._cuda_getCurrentRawStream(self._ordinal)
+        if self._programmatic:
+            call("cuLaunchKernelEx", self._config(grid, stream), self._function, parameters, 0)
+        else:
+            shared = self._shared_bytes
+            call("cuLaunchKernel", self._function, *grid, self._block, 1, 1, shared, stream, parameters, 0)
 
     def _config(self, grid: tuple[int, int, int], stream: int) -> Any:
         """A programmatic launch's configuration, never changed once made: to build one takes 4 us."""
@@ -97,14 +97,11 @@ class Kernel:
         self._configs[grid, stream] = config
         return config
 
-    @contextmanager
-    def _context(self) -> Iterator[None]:
-        with torch.cuda.device(self._ordinal):
-            # torch binds a thread's primary context at its first runtime call, which may be still to come.
-            if not int(call("cuCtxGetCurrent")):
-                device = call("cuDeviceGet", self._ordinal)
-                call("cuCtxSetCurrent", call("cuDevicePrimaryCtxRetain", device))
-            yield
+    def _bind_context(self) -> None:
+        # torch binds a thread's primary context at its first runtime call, which may be still to come.
+        if not int(call("cuCtxGetCurrent")):
+            device = call("cuDeviceGet", self._ordinal)
+            call("cuCtxSetCurrent", call("cuDevicePrimaryCtxRetain", device))
 
 
 def _load_library(image: bytes, name: str, facts: DeviceFacts) -> Any:

@@ -4,19 +4,15 @@ The module is a :class:`~tpoverlap.attention.backend.PrefillBackend`. It runs on
 where FlashAttention has no kernel, on 7.5 itself.
 """
 
-from tpoverlap.attention.backend import prefill_prepared_by
-from tpoverlap.attention.turing.launch import paged_prefill
+from tpoverlap.attention.turing.launch import prepare_prefill
 from tpoverlap.attention.turing.selection import MIN_QUERY_LEN, capabilities, name, rejection_reasons
 from tpoverlap.attention.turing.splits import choose_num_splits
-
-prepare_prefill = prefill_prepared_by(paged_prefill)
 
 __all__ = [
     "MIN_QUERY_LEN",
     "capabilities",
     "choose_num_splits",
     "name",
-    "paged_prefill",
     "prepare_prefill",
     "rejection_reasons",
 ]

@@ -6,10 +6,12 @@ import ctypes
 import functools
 import importlib.resources
 import math
+import struct
+from dataclasses import dataclass
 
 import torch
 
-from tpoverlap.attention.arguments import aligned_rows, readable_columns, vector_rows
+from tpoverlap.attention.arguments import aligned_rows, aligned_strides, readable_columns, vector_rows
 from tpoverlap.attention.turing.selection import CAPABILITY, HEAD_DIM
 from tpoverlap.attention.turing.splits import choose_num_splits
 from tpoverlap.cuda.device import device_facts
@@ -46,8 +48,11 @@ class Arguments(ctypes.Structure):
     ]
 
 
-@torch.no_grad()
-def paged_prefill(
+# The pointers are the first fields.
+_ADDRESSES = struct.Struct("10Q")
+
+
+def prepare_prefill(
     q: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
@@ -62,38 +67,127 @@ def paged_prefill(
     max_query_len: int,
     out: torch.Tensor,
     lse: torch.Tensor | None,
-) -> None:
+) -> Prefill:
     """Flash attention (Dao et al.) with split-KV by waves; :func:`tpoverlap.attention.paged_prefill` says the rest.
 
     num_splits: 1 to 64 parts of each key range; None or 0: :func:`choose_num_splits`. Nothing is read back from the
     device, so the call can be captured; more than one part takes FP32 partial results of num_splits x the output.
-    Raises UnsupportedError for caches whose rows are not contiguous or not 16-byte aligned.
+    Raises UnsupportedError for caches whose rows are not contiguous or not 16-byte aligned, the call too.
     """
     if num_splits and num_splits > MAX_SPLITS:
         raise ValueError(f"num_splits must be 0 (automatic) to {MAX_SPLITS}, got {num_splits}")
     if not q.numel():
-        return
+        return Prefill(None, None, (0, 0), 0, scale, b"")
     attend, merge = _kernels(q.device.index)
-    # Q and the output are small beside the cache: what the kernel cannot address is copied.
-    q = q if aligned_rows(q, 4) else q.contiguous()
-    target = out if aligned_rows(out, 16) else torch.empty_like(q, memory_format=torch.contiguous_format)
     grid = launch_grid(q, k_cache, block_table)
     splits = num_splits or choose_num_splits(
         count_blocks(q, k_cache, block_table.shape[0]) * grid[1],
         attend.slots,
         _capacity(k_cache, block_table) // TILE_KEYS,
     )
-    partial = None
-    if splits > 1:
-        partial = torch.empty(splits * q.shape[0] * q.shape[1] * (HEAD_DIM + 1), dtype=torch.float32, device=q.device)
-    arguments = make_arguments(
-        q, k_cache, v_cache, block_table, cu_seqlens_q, seq_lens, target, lse, partial, splits=splits, scale=scale
-    )
-    attend.launch((*grid, splits), arguments)
-    if splits > 1:
-        merge.launch((-(-q.shape[0] * q.shape[1] // MERGE_ROWS), 1, 1), arguments)
-    if target is not out:
-        out.copy_(target)
+    tensors = q, k_cache, v_cache, block_table, cu_seqlens_q, seq_lens, out, lse
+    template = b""
+    aligned = all(aligned_strides(x, alignment) for x, alignment in ((q, 4), (out, 16), (block_table, 1)))
+    if aligned and cu_seqlens_q.is_contiguous() and seq_lens.is_contiguous():
+        template = bytes(make_arguments(*tensors, None, splits=splits, scale=scale))
+    return Prefill(attend, merge, grid, splits, scale, template)
+
+
+@dataclass(frozen=True, slots=True)
+class Prefill:
+    """The launches of one signature.
+
+    No kernels: there are no rows. template: the kernels' argument but for its addresses; empty where the kernels cannot
+    read some tensor as it lies, so that each call copies it.
+    """
+
+    attend: Kernel | None
+    merge: Kernel | None
+    grid: tuple[int, int]
+    splits: int
+    scale: float
+    template: bytes
+
+    def __call__(
+        self,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        block_table: torch.Tensor,
+        cu_seqlens_q: torch.Tensor,
+        seq_lens: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor | None,
+    ) -> None:
+        if self.attend is None:
+            return
+        rows = q.shape[0] * q.shape[1]
+        partial, partial_out, partial_lse = None, 0, 0
+        if self.splits > 1:
+            floats = self.splits * rows * (HEAD_DIM + 1)
+            partial = torch.empty(floats, dtype=torch.float32, device=q.device)
+            partial_out = partial.data_ptr()
+            partial_lse = partial_out + 4 * self.splits * rows * HEAD_DIM
+        at_q, at_k, at_v, at_out = q.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), out.data_ptr()
+        if not self.template or at_q & 3 or (at_k | at_v | at_out) & 15:
+            self._with_copies(q, k_cache, v_cache, block_table, cu_seqlens_q, seq_lens, out, lse, partial)
+            return
+        arguments = Arguments.from_buffer_copy(self.template)
+        _ADDRESSES.pack_into(
+            arguments,
+            0,
+            at_q,
+            at_k,
+            at_v,
+            at_out,
+            0 if lse is None else lse.data_ptr(),
+            partial_out,
+            partial_lse,
+            block_table.data_ptr(),
+            cu_seqlens_q.data_ptr(),
+            seq_lens.data_ptr(),
+        )
+        self._start(arguments, rows)
+
+    @torch.no_grad()
+    def _with_copies(
+        self,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        block_table: torch.Tensor,
+        cu_seqlens_q: torch.Tensor,
+        seq_lens: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor | None,
+        partial: torch.Tensor | None,
+    ) -> None:
+        # Q and the output are small beside the cache: what the kernel cannot address is copied.
+        q = q if aligned_rows(q, 4) else q.clone(memory_format=torch.contiguous_format)
+        target = out if aligned_rows(out, 16) else torch.empty_like(q, memory_format=torch.contiguous_format)
+        arguments = make_arguments(
+            q,
+            k_cache,
+            v_cache,
+            block_table,
+            cu_seqlens_q,
+            seq_lens,
+            target,
+            lse,
+            partial,
+            splits=self.splits,
+            scale=self.scale,
+        )
+        self._start(arguments, q.shape[0] * q.shape[1])
+        if target is not out:
+            out.copy_(target)
+
+    def _start(self, arguments: Arguments, rows: int) -> None:
+        assert self.attend is not None
+        assert self.merge is not None
+        self.attend.launch((*self.grid, self.splits), arguments)
+        if self.splits > 1:
+            self.merge.launch((-(-rows // MERGE_ROWS), 1, 1), arguments)
 
 
 def count_blocks(q: torch.Tensor, k_cache: torch.Tensor, requests: int) -> int:
