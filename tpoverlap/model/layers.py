@@ -93,7 +93,7 @@ class Attention(nn.Module):
         self.decode_num_splits = decode_splits(num_blocks * block_size)
 
     def forward(self, x: torch.Tensor, rotary: Rotary, metadata: AttentionMetadata) -> torch.Tensor:
-        *gate, q, k, v = self.qkv(x).view(x.shape[0], -1, self.head_dim).split(self.heads, dim=1)
+        *gate, q, k, v = self.qkv(x).view(x.shape[0], -1, self.head_dim).split_with_sizes(self.heads, dim=1)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         attended = self._attend(q, k, v, rotary, metadata)

@@ -66,7 +66,7 @@ class TokenMixer(nn.Module):
 
     def forward(self, x: torch.Tensor, rotary: Rotary, metadata: AttentionMetadata) -> torch.Tensor:
         """rotary is not used: the decay tells the distance between tokens."""
-        gate, q, k, v = self.projections(x).view(x.shape[0], -1, self.head_dim).split(self.heads, dim=1)
+        gate, q, k, v = self.projections(x).view(x.shape[0], -1, self.head_dim).split_with_sizes(self.heads, dim=1)
         if self._in_triton(x) and not metadata.decode_only:
             return self.o(self._mix_in_triton(gate, q, k, v, metadata).flatten(1))
         k = self.k_norm(k) * self.head_dim**-0.5
@@ -88,26 +88,18 @@ class TokenMixer(nn.Module):
         from tpoverlap.model.token_mixer_triton import mix_prefill
 
         states, slots = self._cache(metadata)
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        if metadata.query_start_loc[-1] < q.shape[0]:
+        starts = metadata.query_start_loc
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        if starts[-1] < q.shape[0]:
             out.zero_()  # padding
-        norms = self.q_norm.weight, self.k_norm.weight, self.q_norm.eps
-        of_requests = slots.before, slots.after, slots.fresh
-        for request, (start, stop) in enumerate(pairwise(metadata.query_start_loc)):
+        q_norm = self.q_norm
+        norms = q_norm.weight, self.k_norm.weight, q_norm.eps
+        shared = self.decay.log, states, (slots.before, slots.after, slots.fresh)
+        for request, (start, stop) in enumerate(pairwise(starts)):
             if start < stop:
-                rows = slice(start, stop)
-                mix_prefill(
-                    gate[rows],
-                    q[rows],
-                    k[rows],
-                    v[rows],
-                    *norms,
-                    self.decay.log,
-                    states,
-                    of_requests,
-                    request,
-                    out[rows],
-                )
+                own = (x if stop - start == q.shape[0] else x[start:stop] for x in (gate, q, k, v, out))
+                gate_rows, q_rows, k_rows, v_rows, out_rows = own
+                mix_prefill(gate_rows, q_rows, k_rows, v_rows, *norms, *shared, request, out_rows)
         return out
 
     def _cache(self, metadata: AttentionMetadata) -> tuple[torch.Tensor, StateSlots]:

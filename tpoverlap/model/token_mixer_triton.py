@@ -10,6 +10,7 @@ thousand tokens cannot hide. Blocks begin at the request's first token.
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -145,34 +146,63 @@ def mix_prefill(
     [key/value heads]. states: FP32 [slots, key/value heads, head_dim, head_dim], contiguous. slots: slot before,
     slot after, and whether there is no state yet, of each request. out: contiguous, like q.
     """
-    tokens, query_heads, dim = q.shape
-    kv_heads = k.shape[1]
-    blocks = triton.cdiv(tokens, BLOCK)
-    added = torch.empty((blocks, kv_heads, dim, dim), dtype=torch.float32, device=q.device)
-    before_blocks = torch.empty((blocks, kv_heads, dim, dim), dtype=q.dtype, device=q.device)
-    q_strides, kv_strides = q.stride()[:2], (*k.stride()[:2], *v.stride()[:2])
-    launches = _launches(q.device, q.dtype, q_weight.dtype, dim, query_heads // kv_heads, q_strides + kv_strides)
-    scale = dim**-0.5
+    plan = _plan(q.shape, k.shape, q.stride(), k.stride(), v.stride(), q.dtype, q_weight.dtype, q.device, eps)
+    added = q.new_empty(plan.states, dtype=torch.float32)
+    before_blocks = q.new_empty(plan.states)
+    tokens, blocks, kv_heads = plan.tokens, plan.states[0], plan.states[1]
     with on_device_of(q):
-        launches[0](
-            blocks,
-            (k, v, k_weight, log_decay, added),
-            (tokens, eps, scale, *kv_strides),
-            y=kv_heads,
-            z=dim // min(_SLICE, dim),
-        )
-        launches[1](
-            triton.cdiv(dim * dim, _SCAN),
-            (added, before_blocks, states, *slots, log_decay),
-            (tokens, blocks, request),
-            y=kv_heads,
-        )
-        launches[2](
-            blocks,
-            (gate, q, k, v, before_blocks, q_weight, k_weight, log_decay, out),
-            (tokens, eps, scale, *q_strides, *kv_strides),
-            y=query_heads,
-        )
+        plan.add(blocks, (k, v, k_weight, log_decay, added), plan.add_values, y=kv_heads, z=plan.slices)
+        scanned = (added, before_blocks, states, *slots, log_decay)
+        plan.scan(plan.scan_programs, scanned, (tokens, blocks, request), y=kv_heads)
+        read = (gate, q, k, v, before_blocks, q_weight, k_weight, log_decay, out)
+        plan.read(blocks, read, plan.read_values, y=plan.query_heads)
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """The launches of one signature. states: shape of a state a block. values: the arguments that are no tensors."""
+
+    add: FastLaunch
+    scan: FastLaunch
+    read: FastLaunch
+    tokens: int
+    query_heads: int
+    states: tuple[int, int, int, int]
+    slices: int
+    scan_programs: int
+    add_values: tuple[float, ...]
+    read_values: tuple[float, ...]
+
+
+@functools.lru_cache(1024)
+def _plan(
+    q_shape: torch.Size,
+    k_shape: torch.Size,
+    q_strides: tuple[int, ...],
+    k_strides: tuple[int, ...],
+    v_strides: tuple[int, ...],
+    dtype: torch.dtype,
+    weights: torch.dtype,
+    device: torch.device,
+    eps: float,
+) -> _Plan:
+    tokens, query_heads, dim = q_shape
+    kv_heads = k_shape[1]
+    strides = (*k_strides[:2], *v_strides[:2])
+    scale = dim**-0.5
+    add, scan, read = _launches(device, dtype, weights, dim, query_heads // kv_heads, (*q_strides[:2], *strides))
+    return _Plan(
+        add=add,
+        scan=scan,
+        read=read,
+        tokens=tokens,
+        query_heads=query_heads,
+        states=(triton.cdiv(tokens, BLOCK), kv_heads, dim, dim),
+        slices=dim // min(_SLICE, dim),
+        scan_programs=triton.cdiv(dim * dim, _SCAN),
+        add_values=(tokens, eps, scale, *strides),
+        read_values=(tokens, eps, scale, *q_strides[:2], *strides),
+    )
 
 
 @functools.cache
