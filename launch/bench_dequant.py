@@ -208,7 +208,7 @@ def measure_small_batch(run: Run) -> None:
                     graph_arm("fused", fused, partial(check_product, fused[0], x, weights[0])),
                     graph_arm("dequantize + GEMM", both, partial(check_product, both[0], x, weights[0])),
                     graph_arm("dense GEMM", multiply, partial(check_product, multiply[0], x, weights[0])),
-                    empty_arm(weights[0]),
+                    empty_arm(weights[0], dtype),
                 ]
                 label = f"{shape[0]} x {shape[1]}, {m} {NAMES[dtype]} rows"
                 result = alternate(arms, run.repetitions, label=label)
@@ -333,12 +333,12 @@ def torch_arm(weights: Sequence[NVFP4Tensor], targets: Sequence[torch.Tensor]) -
     return graph_arm("torch FP16", [partial(torch_backend.dequantize_into, *pair) for pair in pairs], check)
 
 
-def empty_arm(weight: NVFP4Tensor) -> Arm:
+def empty_arm(weight: NVFP4Tensor, dtype: torch.dtype) -> Arm:
     """A kernel that does nothing, with as many blocks and threads as the fused one takes for this weight."""
     major, minor = torch.cuda.get_device_capability()
     source = 'struct Nothing { int unused; };\nextern "C" __global__ void empty(const Nothing nothing) {}\n'
     image = compile_cuda(source, name="empty.cu", arch=f"sm_{major}{minor}")
-    blocks, threads = small_batch.launch_size(weight)
+    blocks, threads = small_batch.launch_size(weight, dtype)
     kernel = Kernel(image, "empty", torch.cuda.current_device(), block=threads)
     return graph_arm("empty kernel", [partial(kernel.launch, (blocks, 1, 1), _Nothing())], lambda: None)
 

@@ -3,4 +3,5 @@
 #include "small_batch.cu"
 
 #define KERNEL nvfp4_small_batch
+#define CLUSTER 1
 #include "emulated_small_batch_run.h"

@@ -11,11 +11,12 @@ from unittest.mock import patch
 import torch
 from emulated_build import build
 
+from tpoverlap.cuda.tensor_map import TensorMap
 from tpoverlap.quant.nvfp4 import NVFP4Tensor, small_batch, small_batch_bulk
 from tpoverlap.quant.nvfp4.small_batch import SOME_ROWS, Blocks
 from tpoverlap.quant.nvfp4.small_batch_bulk import Plan
 
-_GAP = 1024
+_GAP = 4096
 # Where a tensor lies within 256 bytes: no better aligned than the kernel demands.
 _OFFSETS = {"codes": 16, "scales": 2, "global_scale": 4, "x": 16, "bias": 2, "y": 2}
 _OFFSETS_BULK = _OFFSETS | {"scales": small_batch_bulk.SCALES_ALIGNMENT}
@@ -56,11 +57,24 @@ def linear(
     """
     kernel = _EmulatedKernel(emulation or library(x.dtype, layout), layout, seed)
     with (
+        patch.object(small_batch_bulk, "tensor_map", _tensor_map),
+        patch.object(small_batch_bulk, "tensor_maps", small_batch_bulk.tensor_maps.__wrapped__),
         patch.object(small_batch, "rejection", lambda x, weight: None),
-        patch.object(small_batch, "_layout", lambda weight, ordinal: layout),
+        patch.object(small_batch, "_layout", lambda weight, ordinal, dtype: layout),
         patch.object(small_batch, "_kernel", lambda ordinal, dtype, layout: kernel),
     ):
         return small_batch.linear(x, weight, bias)
+
+
+def _tensor_map(
+    address: int, sizes: Sequence[int], strides: Sequence[int], box: Sequence[int], *, swizzle_128: bool = False
+) -> ctypes.Array[ctypes.c_uint64]:
+    """In place of :func:`tpoverlap.cuda.tensor_map.tensor_map`: see emulated_small_batch_bulk.h."""
+    assert address % 16 == 0
+    assert all(stride % 16 == 0 for stride in strides)
+    assert all(0 < size <= 256 for size in box)
+    assert box[0] % 16 == 0
+    return TensorMap(address, len(sizes) + 256 * swizzle_128, *sizes, *strides, *box)
 
 
 Mistake = tuple[Sequence[torch.dtype], str, str, str]
@@ -116,9 +130,12 @@ class _EmulatedKernel:
             if name == "y":
                 memory[starts[name] : starts[name] + size] = _UNWRITTEN
             elif size:
-                ctypes.memmove(address, getattr(moved, name), size)
+                place = getattr(moved, name)
+                ctypes.memmove(address, place[0] if isinstance(place, ctypes.Array) else place, size)
                 ranges += [address, address + size]
-            if size:
+            if isinstance(place := getattr(moved, name), ctypes.Array):
+                place[0] = address  # of a tensor map
+            elif size:
                 setattr(moved, name, address)
         before = memory.clone()
 

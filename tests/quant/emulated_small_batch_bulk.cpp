@@ -1,6 +1,8 @@
 // Entry point of the emulation: launches of the kernel in small_batch_bulk.cu, see emulated_small_batch_bulk.h.
+#pragma GCC diagnostic ignored "-Wpsabi"
 #define TPOVERLAP_EMULATED_GPU "emulated_small_batch_bulk.h"
 #include "small_batch_bulk.cu"
 
 #define KERNEL nvfp4_small_batch_bulk
+#define CLUSTER 2
 #include "emulated_small_batch_run.h"

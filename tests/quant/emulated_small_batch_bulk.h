@@ -1,11 +1,21 @@
 // Device primitives of tpoverlap/quant/nvfp4/small_batch_bulk.cu on the CPU, for BF16 = 0 or 1: see emulated_gpu.h.
 //
-// Bulk copies are in no order: each is done at a random time after it was asked for, and until then its destination holds
-// ones. Reading or overwriting it without having waited for its barrier is a race.
+// A cluster of two blocks runs as one emulated block of twice the warps, each half of which has its half of the shared
+// memory. Tensor copies and stores to the peer are in no order: each is done at a random time after it was asked for, and
+// until then its destination holds ones. Reading or overwriting it without having waited for its barrier is a race.
+//
+// A tensor map has its address, its number of dimensions (and 256 where it swizzles), its sizes, strides and box, in
+// words of 8 bytes.
 #pragma once
 
-#define TPOVERLAP_EMULATED_WARPS 16
+#define TPOVERLAP_EMULATED_WARPS 32
 #include "emulated_small_batch_common.h"
+
+#define __cluster_dims__(...)
+#undef threadIdx
+#undef blockIdx
+#define threadIdx (EmulatedThread{emulated::my_thread()})
+#define blockIdx (dim3{2 * emulated::block->index.x + emulated::my_rank(), 0, 0})
 
 static float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 static u32 __shfl_sync(u32, u32 value, int lane) {
@@ -31,27 +41,95 @@ struct PhaseBarrier {
     Clock arrived, seen;
 };
 
-struct BulkCopy {
-    u32 to, bytes, barrier;
+constexpr u32 kPiece = 16;
+
+// Of a tensor copy, from global memory or, where that is null, zeros; or a store to the peer, whose value it holds.
+struct Piece {
+    u32 to;  // in the cluster's shared memory
     const unsigned char* from;
+};
+
+struct Copy {
+    std::vector<Piece> pieces;
+    PhaseBarrier* barrier;
+    std::vector<unsigned char> value;  // of a store
     Clock issued;
 };
 
-constexpr u32 kBarrierBytes = 512;  // of shared memory, from its start: nothing else lies there
-static PhaseBarrier barriers_of_phases[kBarrierBytes / 8];
-static std::vector<BulkCopy> copies;
+struct ClusterBarrier {
+    u32 arrived = 0;
+    u64 generation = 0;
+    Clock seen;
+};
+
+constexpr u32 kBarrierBytes = 512;  // of a block's shared memory, from its start: nothing else lies there
+constexpr int kBlockThreads = kWarps * kLanes / 2;
+static PhaseBarrier barriers_of_phases[2][kBarrierBytes / 8];
+static ClusterBarrier cluster_barrier;
+static std::vector<Copy> copies;
+static u64 state_of;  // serial number of the cluster that the state above belongs to
 static u64 waits_in_vain;
-static u64 waited_in[kWarps * kLanes];  // serial number of the block in which a thread has waited for the kernel ahead
+static u64 waited_in[kWarps * kLanes];  // serial number of the cluster in which a thread has waited for the kernel ahead
 
 static bool has_waited() { return waited_in[block->current] == block->serial; }
 
 static int my_warp() { return block->current / kLanes; }
+static u32 my_rank() { return block->current / kBlockThreads; }
+static u32 my_thread() { return block->current % kBlockThreads; }
 
-static PhaseBarrier& barrier_at(u32 at) {
+static void start_cluster() {
+    if (state_of == block->serial) return;
+    if (block->index.x != 0 && !copies.empty()) fail("a block has ended before its copies");
+    copies.clear();
+    for (auto& of_block : barriers_of_phases)
+        for (auto& barrier : of_block) barrier = PhaseBarrier{};
+    cluster_barrier = ClusterBarrier{};
+    waits_in_vain = 0;
+    state_of = block->serial;
+}
+
+static void join_clock(const Clock& other) {
+    Clock mine;
+    mine.join(block->clock[my_warp()]);
+    mine.join(other.of);
+    memcpy(block->clock[my_warp()], mine.of, sizeof mine.of);
+}
+
+// Adds what the thread has done so far to a clock.
+static void publish_clock(Clock& to) {
+    u32(&clock)[kWarps] = block->clock[my_warp()];
+    to.join(clock);
+    clock[my_warp()]++;
+}
+
+// Where a block has the byte `at` of its shared memory in that of the cluster.
+static u32 in_cluster(u32 rank, u32 at, u32 bytes) {
+    const u32 size = static_cast<u32>(block->shared.size() / 2);
+    if (at + bytes > size) fail("shared memory access of " + std::to_string(bytes) + " bytes at " + std::to_string(at));
+    return rank * size + at;
+}
+
+static void check_outside_barriers(u32 at) {
+    if (at < kBarrierBytes) fail("shared memory of the barriers is accessed");
+}
+
+static unsigned char* shared_of(u32 rank, u32 at, u32 bytes, bool write) {
+    check_outside_barriers(at);
+    return shared(in_cluster(rank, at, bytes), bytes, write);
+}
+
+static void check_present(u32 rank) {
+    const auto first = block->threads.begin() + rank * kBlockThreads;
+    if (std::all_of(first, first + kBlockThreads, [](const Thread& thread) { return thread.done; }))
+        fail("the peer has ended");
+}
+
+static PhaseBarrier& barrier_at(u32 at, u32 rank = my_rank()) {
     if (at % 8 || at >= kBarrierBytes) fail("no barrier at shared byte " + std::to_string(at));
-    touch(block->words[at / 4], false, "barrier", at);
-    if (!barriers_of_phases[at / 8].arrivals) fail("a barrier is used that nobody has made");
-    return barriers_of_phases[at / 8];
+    touch(block->words[in_cluster(rank, at, 8) / 4], false, "barrier", at);
+    PhaseBarrier& barrier = barriers_of_phases[rank][at / 8];
+    if (!barrier.arrivals) fail("a barrier is used that nobody has made");
+    return barrier;
 }
 
 static void complete_if_done(PhaseBarrier& barrier) {
@@ -62,45 +140,85 @@ static void complete_if_done(PhaseBarrier& barrier) {
     waits_in_vain = 0;
 }
 
-static void complete_copy(size_t i) {
-    const BulkCopy copy = copies[i];
-    copies.erase(copies.begin() + i);
-    memcpy(block->shared.data() + copy.to, copy.from, copy.bytes);
-    PhaseBarrier& barrier = barriers_of_phases[copy.barrier / 8];
-    barrier.bytes -= copy.bytes;
-    barrier.arrived.join(copy.issued.of);
-    waits_in_vain = 0;
+static void arrive(PhaseBarrier& barrier) {
+    if (!barrier.missing) fail("too many arrive at a barrier");
+    publish_clock(barrier.arrived);
+    barrier.missing--;
     complete_if_done(barrier);
 }
 
-static void check_outside_barriers(u32 at) {
-    if (at < kBarrierBytes) fail("shared memory of the barriers is accessed");
+static void complete_copy(size_t i) {
+    const Copy copy = copies[i];
+    copies.erase(copies.begin() + i);
+    for (const Piece& piece : copy.pieces) {
+        check_present(piece.to / (block->shared.size() / 2));
+        unsigned char* to = block->shared.data() + piece.to;
+        const unsigned char* from = copy.value.empty() ? piece.from : copy.value.data();
+        if (from) memcpy(to, from, kPiece);
+        else memset(to, 0, kPiece);
+    }
+    copy.barrier->bytes -= copy.pieces.size() * kPiece;
+    copy.barrier->arrived.join(copy.issued.of);
+    waits_in_vain = 0;
+    complete_if_done(*copy.barrier);
+}
+
+// Pieces lie in the shared memory of block `rank`.
+static void start_copy(u32 rank, std::vector<Piece> pieces, u32 barrier, std::vector<unsigned char> value) {
+    Copy copy{std::move(pieces), &barrier_at(barrier, rank), std::move(value), {}};
+    for (Piece& piece : copy.pieces) {
+        memset(shared_of(rank, piece.to, kPiece, true), 0xff, kPiece);
+        piece.to = in_cluster(rank, piece.to, kPiece);
+    }
+    publish_clock(copy.issued);
+    copies.push_back(copy);
+}
+
+static void tensor_copy(u32 to, const void* map, const std::vector<i64>& first, u32 barrier) {
+    u64 words[16];
+    memcpy(words, map, sizeof words);
+    const size_t rank = words[1] % 256;
+    const bool swizzle = words[1] / 256;
+    const u64 *sizes = words + 2, *strides = sizes + rank, *box = strides + rank - 1;
+    if (rank != first.size()) fail("a tensor copy of another number of dimensions");
+    if (to % (swizzle ? 1024 : 128) || box[0] % kPiece || (swizzle && box[0] != 128)) fail("a tensor copy is not aligned");
+    if (!has_waited()) fail("global memory is read while the kernel ahead runs");
+    u64 pieces = box[0] / kPiece;
+    for (size_t d = 1; d < rank; d++) pieces *= box[d];
+    std::vector<Piece> copied;
+    for (u64 i = 0; i < pieces; i++) {
+        u32 at = to + i * kPiece;
+        if (swizzle) at ^= at / 128 % 8 * 16;
+        const unsigned char* from = reinterpret_cast<const unsigned char*>(words[0]);
+        u64 rest = i;
+        bool inside = true;
+        for (size_t d = 0; d < rank; d++) {
+            const u64 extent = d ? box[d] : box[d] / kPiece, unit = d ? 1 : kPiece;
+            const i64 index = first[d] + static_cast<i64>(rest % extent * unit);
+            inside = inside && index >= 0 && index + unit <= sizes[d];
+            from += index * static_cast<i64>(d ? strides[d - 1] : 1);
+            rest /= extent;
+        }
+        if (inside) check_readable(from, kPiece);
+        copied.push_back({at, inside ? from : nullptr});
+    }
+    start_copy(my_rank(), copied, barrier, {});
 }
 
 }  // namespace emulated
 
 static void barrier_init(u32 at, u32 arrivals) {
     using namespace emulated;
+    start_cluster();
     if (at % 8 || at >= kBarrierBytes) fail("no place for a barrier");
-    if (at == 0) {  // the first of a block
-        if (block->index.x == 0) copies.clear();  // of a launch that has failed
-        if (!copies.empty()) fail("a block has ended before its copies");
-        for (auto& barrier : barriers_of_phases) barrier = PhaseBarrier{};
-        waits_in_vain = 0;
-    }
-    touch(block->words[at / 4], true, "barrier", at);
-    barriers_of_phases[at / 8] = PhaseBarrier{arrivals, arrivals};
+    touch(block->words[in_cluster(my_rank(), at, 8) / 4], true, "barrier", at);
+    barriers_of_phases[my_rank()][at / 8] = PhaseBarrier{arrivals, arrivals};
 }
 static void fence_barriers() {}
-static void barrier_arrive(u32 at) {
-    using namespace emulated;
-    PhaseBarrier& barrier = barrier_at(at);
-    if (!barrier.missing) fail("too many arrive at a barrier");
-    u32(&clock)[kWarps] = block->clock[my_warp()];
-    barrier.arrived.join(clock);
-    clock[my_warp()]++;
-    barrier.missing--;
-    complete_if_done(barrier);
+static void barrier_arrive(u32 at) { emulated::arrive(emulated::barrier_at(at)); }
+static void peer_barrier_arrive(u32 at, u32 peer) {
+    emulated::check_present(peer);
+    emulated::arrive(emulated::barrier_at(at, peer));
 }
 static void barrier_expect(u32 at, u32 bytes) {
     emulated::barrier_at(at).bytes += bytes;
@@ -116,40 +234,46 @@ static void barrier_wait(u32 at, u32 parity) {
         const u64 turn = 0;
         wait_for(turn, 1);
     }
-    Clock mine;
-    mine.join(block->clock[my_warp()]);
-    mine.join(barrier.seen.of);
-    memcpy(block->clock[my_warp()], mine.of, sizeof mine.of);
+    join_clock(barrier.seen);
 }
-static void bulk_copy(u32 to, const unsigned char* from, u32 bytes, u32 barrier) {
+static void barrier_wait_for_peer(u32 at, u32 parity) { barrier_wait(at, parity); }
+static void cluster_arrive() {
     using namespace emulated;
-    if (to % 16 || bytes % 16 || reinterpret_cast<uintptr_t>(from) % 16) fail("a bulk copy is not aligned");
-    if (!has_waited()) fail("global memory is read while the kernel ahead runs");
-    check_readable(from, bytes);
-    check_outside_barriers(to);
-    barrier_at(barrier);
-    BulkCopy copy{to, bytes, barrier, from, {}};
-    for (u32 at = to; at < to + bytes; at += 4) *reinterpret_cast<u32*>(shared(at, 4, true)) = ~0u;
-    u32(&clock)[kWarps] = block->clock[my_warp()];
-    copy.issued.join(clock);
-    clock[my_warp()]++;
-    copies.push_back(copy);
+    start_cluster();
+    publish_clock(cluster_barrier.seen);
+    if (++cluster_barrier.arrived == kWarps * kLanes) cluster_barrier.generation++;
+}
+static void cluster_wait() {
+    using namespace emulated;
+    if (!cluster_barrier.generation) wait_for(cluster_barrier.generation, 0);
+    join_clock(cluster_barrier.seen);
+}
+template <class Map>
+static void copy_codes(u32 to, const Map& map, int pair, i64 row, u32 rank, u32 barrier) {
+    emulated::tensor_copy(to, &map, {0, row, pair, rank}, barrier);
+}
+template <class Map>
+static void copy_scales(u32 to, const Map& map, int pair, i64 row, u32 rank, u32 barrier) {
+    emulated::tensor_copy(to, &map, {16 * pair, row, rank}, barrier);
+}
+static void pass_to_peer(u32 at, u32 peer, float4 value, u32 barrier) {
+    const auto* bytes = reinterpret_cast<const unsigned char*>(&value);
+    emulated::check_present(peer);
+    emulated::start_copy(peer, {{at, nullptr}}, barrier, {bytes, bytes + sizeof value});
 }
 template <class T>
 static T load_shared(u32 at) {
-    emulated::check_outside_barriers(at);
     T value;
     if constexpr (sizeof(T) >= 4) {
-        memcpy(&value, emulated::shared(at, sizeof(T), false), sizeof(T));
+        memcpy(&value, emulated::shared_of(emulated::my_rank(), at, sizeof(T), false), sizeof(T));
     } else {
         if (at % sizeof(T)) emulated::fail("a load of shared memory is not aligned");
-        memcpy(&value, emulated::shared(at / 4 * 4, 4, false) + at % 4, sizeof(T));
+        memcpy(&value, emulated::shared_of(emulated::my_rank(), at / 4 * 4, 4, false) + at % 4, sizeof(T));
     }
     return value;
 }
 static void store_shared(u32 at, float4 value) {
-    emulated::check_outside_barriers(at);
-    memcpy(emulated::shared(at, sizeof value, true), &value, sizeof value);
+    memcpy(emulated::shared_of(emulated::my_rank(), at, sizeof value, true), &value, sizeof value);
 }
 static void wait_for_previous_kernel() {
     emulated::waited_in[emulated::block->current] = emulated::block->serial;

@@ -8,7 +8,7 @@ from nvfp4_reference import reference_fp32
 
 from tpoverlap.quant.nvfp4 import NVFP4Tensor
 from tpoverlap.quant.nvfp4.small_batch import SOME_ROWS, Blocks
-from tpoverlap.quant.nvfp4.small_batch_bulk import Plan
+from tpoverlap.quant.nvfp4.small_batch_bulk import CLUSTER, WARPS, Plan
 
 
 def codes_times_scales(weight: NVFP4Tensor) -> torch.Tensor:
@@ -35,9 +35,9 @@ def error_bound(
     magnitude = x.double().abs() @ codes_times_scales(weight).abs().T * weight.global_scale.double().abs()
     if bias is not None:
         magnitude += bias.double().abs()
-    # A product passes through the sums of its warp, 128 k of every 128 * warps, and of all warps; then the global scale
-    # and the bias.
-    warps = 12 if isinstance(layout, Plan) else layout.warps
+    # A product passes through the sums of its warp, 128 k of every 128 * warps, and of all warps (of a block, then of
+    # both, where a cluster shares K); then the global scale and the bias.
+    warps = CLUSTER * WARPS if isinstance(layout, Plan) else layout.warps
     roundings = 128 * -(-k // (128 * warps)) + warps + 2
     gamma = roundings * 2.0**-24 / (1 - roundings * 2.0**-24)
     info = torch.finfo(x.dtype)

@@ -1,5 +1,6 @@
 """The fused product's host side and machine code, without a GPU."""
 
+import functools
 import re
 import subprocess
 from pathlib import Path
@@ -9,7 +10,7 @@ import torch
 from nvfp4_reference import random_weight
 
 from tpoverlap.cuda.device import DeviceFacts
-from tpoverlap.cuda.nvrtc import compile_cuda
+from tpoverlap.cuda.nvrtc import KernelCompileError, compile_cuda
 from tpoverlap.quant.nvfp4 import small_batch
 from tpoverlap.quant.nvfp4.small_batch import (
     FEW_ROWS,
@@ -103,48 +104,82 @@ H200 = DeviceFacts(0, "H200", (9, 0), 132, 232_448, 60 << 20)
 
 
 @pytest.mark.parametrize(
-    ("n", "k", "plan"),
+    ("n", "k", "plan", "pays"),
     [
-        (17408, 5120, Plan(132, 132, 15, slots=3, steps=4, shared_bytes=151_424)),
-        (5120, 8704, Plan(132, 39, 13, slots=2, steps=6, shared_bytes=147_904)),
-        (5120, 2560, Plan(132, 39, 13, slots=3, steps=2, shared_bytes=77_600)),
-        (1, 256, Plan(1, 1, 1, slots=2, steps=1, shared_bytes=19_360)),
-        (100, 9216, Plan(13, 8, 8, slots=2, steps=6, shared_bytes=102_912)),
-        (5120, 8704 + 128, None),
-        (5120, 9216 + 256, None),
+        (17408, 5120, Plan(128, 272, slots=3, steps=2), True),
+        (8192, 5120, Plan(128, 128, slots=3, steps=2), True),
+        (5120, 8704, Plan(128, 80, slots=3, steps=3), True),
+        (5120, 2560, Plan(128, 80, slots=2, steps=1), True),
+        (4 * 16 * 66, 2560, Plan(132, 64, slots=2, steps=1), False),
+        (1, 512, Plan(2, 16, slots=2, steps=1), False),
+        (100, 9216, Plan(14, 16, slots=3, steps=3), False),
+        (5120, 8704 + 256, None, None),
+        (5120, 9216 + 512, None, None),
     ],
 )
-def test_layouts_where_bulk_copies_bring_the_weight(n: int, k: int, plan: Plan | None) -> None:
+def test_layouts_where_tensor_copies_bring_the_weight(n: int, k: int, plan: Plan | None, pays: bool | None) -> None:
     assert plan_for(n, k, H200) == plan
-
-
-@pytest.mark.parametrize(
-    ("n", "k", "pays"), [(17408, 5120, True), (5120, 2560, True), (8192, 5120, False), (5120, 8704, False)]
-)
-def test_bulk_copies_serve_weights_of_many_or_short_tiles(n: int, k: int, pays: bool) -> None:
-    plan = plan_for(n, k, H200)
-    assert plan
-    assert plan.pays is pays
+    assert plan is None or plan.pays is pays
 
 
 @pytest.mark.parametrize("shared_bytes", [101_376, 166_912, 232_448])
-@pytest.mark.parametrize("num_sms", [1, 84, 132, 148])
+@pytest.mark.parametrize("num_sms", [2, 84, 131, 132, 148])
 def test_layouts_cover_the_weight_and_fit(num_sms: int, shared_bytes: int) -> None:
     facts = DeviceFacts(0, "a device", (9, 0), num_sms, shared_bytes, 0)
     for n in (1, 7, 100, 2112, 5120, 8192, 17408, 151_936):
-        for k in range(256, 9472, 256):
+        for k in range(512, 9728, 512):
             plan = plan_for(n, k, facts)
             if plan is None:
-                assert k > 4096
-                assert shared_bytes < 200_000 or k > 9216
+                assert k > 9216
                 continue
+            assert plan.blocks % 2 == 0
             assert plan.blocks <= num_sms
-            assert (plan.blocks - 1) * plan.block_rows < n <= plan.blocks * plan.block_rows
-            assert 1 <= plan.tile_rows <= 16
-            assert 2 <= plan.slots <= 16
+            assert plan.block_rows % 16 == 0
+            assert (plan.blocks // 2 - 1) * plan.block_rows < n <= plan.blocks // 2 * plan.block_rows
+            assert 2 <= plan.slots <= 4
             assert plan.shared_bytes <= shared_bytes
-            assert 12 * 128 * (plan.steps - 1) < k <= 12 * 128 * plan.steps
-    assert plan_for(5120, 5120, DeviceFacts(0, "before 9.0", (8, 9), num_sms, shared_bytes, 0)) is None
+            assert 2 * 12 * 128 * (plan.steps - 1) < k <= 2 * 12 * 128 * plan.steps
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [
+        DeviceFacts(0, "before 9.0", (8, 9), 132, 232_448, 0),
+        DeviceFacts(0, "one SM", (9, 0), 1, 232_448, 0),
+        DeviceFacts(0, "48 KB", (9, 0), 132, 49_152, 0),
+    ],
+    ids=lambda facts: facts.name,
+)
+def test_devices_that_tensor_copies_do_not_serve(facts: DeviceFacts) -> None:
+    assert plan_for(5120, 5120, facts) is None
+
+
+@pytest.mark.parametrize("broken", [(), (Plan,), (Plan, Blocks)], ids=["none", "bulk", "both"])
+def test_where_the_bulk_kernel_cannot_be_built_the_other_one_serves(
+    broken: tuple[type, ...], monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    """Each is tried once, and each failure warned of once."""
+    tried: list[type] = []
+
+    def kernel(ordinal: int, dtype: torch.dtype, layout: Blocks | Plan) -> None:
+        tried.append(type(layout))
+        if isinstance(layout, broken):
+            raise KernelCompileError(f"no {type(layout).__name__}")
+
+    monkeypatch.setattr(small_batch, "device_facts", lambda ordinal: H200)
+    monkeypatch.setattr(small_batch, "_kernel", kernel)
+    for cached in (small_batch._layout_for, small_batch._unavailable):  # caches of their own
+        monkeypatch.setattr(small_batch, cached.__name__, functools.cache(cached.__wrapped__))
+    for _ in range(3):
+        layout = small_batch._layout_for(17408, 5120, True, 0, torch.bfloat16)
+        reason = small_batch._unavailable(0, torch.bfloat16, layout)
+    assert isinstance(layout, Blocks if broken else Plan)
+    assert reason == ("no Blocks" if Blocks in broken else None)
+    assert tried == ([Plan, Blocks] if broken else [Plan])
+    assert [str(w.message) for w in recwarn] == [
+        "NVFP4 layers take small_batch.cu in place of small_batch_bulk.cu: no Plan",
+        "NVFP4 layers dequantize their weights for every decode step: no Blocks",
+    ][: len(broken)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
@@ -152,15 +187,13 @@ def test_layouts_cover_the_weight_and_fit(num_sms: int, shared_bytes: int) -> No
     ("arch", "n", "k"),
     [
         ("sm_90", 17408, 5120),
-        ("sm_90", 8192, 5120),
         ("sm_90", 5120, 2560),
         ("sm_90", 5120, 8704),
-        ("sm_90", 64, 256),
         ("sm_100", 5120, 8704),
         ("sm_120", 5120, 8704),
     ],
 )
-def test_machine_code_copies_in_bulk_and_keeps_x_in_registers(
+def test_machine_code_copies_tensors_and_keeps_x_in_registers(
     tmp_path: Path, arch: str, n: int, k: int, dtype: torch.dtype
 ) -> None:
     plan = plan_for(n, k, H200)
@@ -169,11 +202,11 @@ def test_machine_code_copies_in_bulk_and_keeps_x_in_registers(
     usage, code = machine_code(tmp_path, arch, source, compile_options(dtype, plan))
     registers, stack = (int(re.search(rf"{name}:(\d+)", usage)[1]) for name in ("REG", "STACK"))  # type: ignore[index]
     assert registers * THREADS <= 65_536
-    assert stack <= (16 if plan.steps == 6 else 0)
-    assert "UBLKCP" in code
+    assert stack <= (8 if arch == "sm_120" else 0)
+    assert "UTMALDG" in code
     # Nothing of global memory is touched before the kernel ahead has ended, nor may the next one start before that.
     ahead_has_ended = code.index("ACQBULK")
     assert ahead_has_ended < code.index("PREEXIT")
-    assert not re.search(r"\b(LDG|STG|LD|ST|UBLKCP)\b", code[:ahead_has_ended])
+    assert not re.search(r"\b(LDG|STG|LD|ST|UTMALDG)\b", code[:ahead_has_ended])
     assert "HMMA.16816" in code
     assert "LDS.128" in code

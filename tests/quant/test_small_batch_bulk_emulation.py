@@ -1,4 +1,4 @@
-"""The fused product that bulk copies feed, its own source run on the CPU: values, bits, races, planted mistakes."""
+"""The fused product that tensor copies feed, its own source run on the CPU: values, bits, races, planted mistakes."""
 
 from __future__ import annotations
 
@@ -29,36 +29,28 @@ DTYPES = (torch.float16, torch.bfloat16)
 both_dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 
-def layout(n: int, k: int, num_sms: int = 3, shared_bytes: int = 232_448) -> Plan:
-    """What a device of so few SMs takes, whose blocks then have several tiles."""
-    plan = plan_for(n, k, DeviceFacts(0, "few SMs", (9, 0), num_sms, shared_bytes, 0))
+def layout(n: int, k: int, num_sms: int = 3) -> Plan:
+    """What a device of so few SMs takes, whose clusters then have several tiles."""
+    plan = plan_for(n, k, DeviceFacts(0, "few SMs", (9, 0), num_sms, 232_448, 0))
     assert plan
     return plan
 
 
-def two_slots(n: int, k: int, num_sms: int = 1) -> Plan:
-    """The smallest ring."""
-    return min(
-        (
-            plan
-            for kb in range(227, 16, -1)
-            if (plan := plan_for(n, k, DeviceFacts(0, "", (9, 0), num_sms, kb << 10, 0)))
-        ),
-        key=lambda plan: plan.slots,
-    )
+def with_slots(plan: Plan, slots: int) -> Plan:
+    return dataclasses.replace(plan, slots=slots)
 
 
 @both_dtypes
 @pytest.mark.parametrize("m", [1, 8])
 def test_every_code_under_every_scale(m: int, dtype: torch.dtype) -> None:
     """One column of x at a time is one, so each output is one weight; NaN scales reach their rows alone."""
-    weight = concat_columns([all_codes(0.5)] * 8)
+    weight = concat_columns([all_codes(0.5)] * 16)
     n, k = weight.shape
     values = codes_times_scales(weight) * 0.5
     nan_rows = values.isnan().any(1)
     assert nan_rows.nonzero().flatten().tolist() == [0x7F, 0xFF]
     # A lane's 32 k hold every code.
-    for column in range(32, 64, m) if m == 8 else [0, 255]:
+    for column in range(32, 64, m) if m == 8 else [0, 511]:
         x = torch.zeros(m, k, dtype=dtype)
         x[torch.arange(m), column + torch.arange(m)] = 1.0
         want = values[:, column : column + m].T.to(dtype)
@@ -68,7 +60,7 @@ def test_every_code_under_every_scale(m: int, dtype: torch.dtype) -> None:
 
 sizes = {
     "n": st.integers(1, 150),
-    "k": st.sampled_from([256, 1536, 1792, 3328]),
+    "k": st.sampled_from([512, 1536, 3072, 3584]),
     "m": st.integers(1, 8),
     "seed": st.integers(0, 2**32 - 1),
     "per_row": st.booleans(),
@@ -84,7 +76,8 @@ def test_sums_that_fp32_holds_are_exact(
     n: int, k: int, m: int, seed: int, per_row: bool, with_bias: bool, dtype: torch.dtype
 ) -> None:
     x, weight, bias = exact_problem(n, k, m, seed, dtype, per_row=per_row, with_bias=with_bias)
-    for plan in (layout(n, k), two_slots(n, k)):
+    for slots in (2, 4):
+        plan = with_slots(layout(n, k), slots)
         assert_equal(emulation.linear(x, weight, bias, seed=seed, layout=plan), exact(x, weight, bias).to(dtype))
 
 
@@ -103,7 +96,7 @@ def test_the_error_is_that_of_fp32_sums(
 
 
 @both_dtypes
-@pytest.mark.parametrize("k", [256, 1792])
+@pytest.mark.parametrize("k", [512, 3584])
 def test_a_nan_scale_marks_its_row_wherever_it_stands(k: int, dtype: torch.dtype) -> None:
     """Also where x is zero."""
     groups = k // 16
@@ -118,37 +111,44 @@ def test_a_nan_scale_marks_its_row_wherever_it_stands(k: int, dtype: torch.dtype
 
 @both_dtypes
 def test_a_row_has_the_same_bits_in_any_batch_any_order_of_warps_and_any_ring(dtype: torch.dtype) -> None:
-    n, k = 70, 3328
+    n, k = 170, 3584
     weight = random_weight(n, k, seed=4)
     x = random_rows(8, k, 5, dtype)
     linear = functools.partial(emulation.linear, weight=weight)
     batch = linear(x, layout=layout(n, k))
     for row in range(8):
-        plan = (layout(n, k), two_slots(n, k), layout(n, k, num_sms=9))[row % 3]
+        plan = (layout(n, k), with_slots(layout(n, k), 2), layout(n, k, num_sms=9))[row % 3]
         assert torch.equal(linear(x[row : row + 1], seed=row, layout=plan), batch[row : row + 1])
     assert torch.equal(linear(x[[3, 3, 1, 0, 6]], seed=100, layout=layout(n, k)), batch[[3, 3, 1, 0, 6]])
 
 
 @both_dtypes
-@pytest.mark.parametrize(("n", "num_sms"), [(41, 3), (20, 1), (9, 132)])
+@pytest.mark.parametrize(("n", "num_sms"), [(41, 4), (20, 2), (9, 132)])
 def test_the_longest_k(n: int, num_sms: int, dtype: torch.dtype) -> None:
-    """All steps that registers hold; a last block of fewer rows."""
+    """All steps that a warp takes; a last cluster of fewer rows."""
     k = 9216
     x, weight, bias = exact_problem(n, k, 8, n, dtype, per_row=True, with_bias=True)
     plan = layout(n, k, num_sms)
-    assert plan.steps == 6
+    assert plan.steps == 3
     assert_equal(emulation.linear(x, weight, bias, layout=plan), exact(x, weight, bias).to(dtype))
 
 
-@pytest.mark.parametrize(("n", "k"), [(64, 256), (58, 1792), (100, 3328)])
+class TooShort(Plan):
+    """A layout whose launch is given 16 bytes less of shared memory."""
+
+    @property
+    def shared_bytes(self) -> int:
+        return super().shared_bytes - 16
+
+
+@pytest.mark.parametrize(("n", "k"), [(64, 512), (58, 3072), (100, 3584)])
 def test_a_block_is_given_the_shared_memory_that_it_uses(n: int, k: int) -> None:
     x, weight, _ = exact_problem(n, k, 2, n, torch.bfloat16, per_row=False, with_bias=False)
-    for plan in (layout(n, k, 1), two_slots(n, k)):
+    for slots in (2, 3):
+        plan = with_slots(layout(n, k), slots)
         emulation.linear(x, weight, layout=plan)
-        if plan.blocks * plan.block_rows // plan.tile_rows >= plan.slots:  # else its last slot stays empty
-            short = dataclasses.replace(plan, shared_bytes=plan.shared_bytes - 16)
-            with pytest.raises(AssertionError, match="shared memory access"):
-                emulation.linear(x, weight, layout=short)
+        with pytest.raises(AssertionError, match="shared memory access"):
+            emulation.linear(x, weight, layout=TooShort(**dataclasses.asdict(plan)))
 
 
 FP16, BF16 = (torch.float16,), (torch.bfloat16,)
@@ -158,11 +158,14 @@ MISTAKES: list[emulation.Mistake] = [
     (FP16, "0x8E008E00u", "0x8C008C00u", "wrong results"),
     (DTYPES, "w < 2", "w < 3", "wrong results"),
     (DTYPES, "wait_for_previous_kernel()", "(void)0", "one ahead runs"),
-    (DTYPES, "__syncthreads()", "(void)0", "race|nobody has made"),
+    (DTYPES, "cluster_wait()", "(void)0", "race|nobody has made"),
     (DTYPES, "barrier_wait(kFull + 8 * ring.slot, ring.parity)", "(void)0", "race"),
     (DTYPES, "barrier_wait(kFree + 8 * ring.slot, ring.parity ^ 1)", "(void)0", "race|too many"),
     (DTYPES, "barrier_wait(kSumsFull + 8 * part, tile / kParts & 1)", "(void)0", "race|wrong results|every thread"),
     (DTYPES, "barrier_wait(kSumsFree + 8 * parts.slot, parts.parity ^ 1)", "(void)0", "race|too many"),
+    (DTYPES, "barrier_wait_for_peer(kPassedFull + 8 * ring.slot, ring.parity)", "(void)0", "race|wrong results"),
+    (DTYPES, "barrier_wait_for_peer(kPassedFree + 8 * ring.slot, ring.parity ^ 1)", "(void)0", "race"),
+    (DTYPES, "tile + 2 * kPassed < share.tiles", "false", "every thread waits"),
     (DTYPES, "barrier_init(kFree + 8 * slot, kWarps)", "barrier_init(kFree + 8 * slot, kWarps - 1)", "race|too many"),
     (
         DTYPES,
@@ -170,26 +173,29 @@ MISTAKES: list[emulation.Mistake] = [
         "(warp ? barrier_arrive(kSumsFull + 8 * parts.slot) : (void)0)",
         "every thread waits",
     ),
-    (DTYPES, "at_first ? kHelpers : 1", "kHelpers", "every thread waits"),
-    (DTYPES, "at_first ? helper : 0", "0", "race|every thread"),
     (DTYPES, "arrange(x[s])", "(s > 0 ? arrange(x[s]) : (void)0)", "wrong results"),
-    (DTYPES, "(warp + s * kWarps) * kStepK >= a.k", "false", "wrong results|race|shared memory"),
+    (DTYPES, "step * kStepK < half", "true", "global load outside"),
     (DTYPES, "quad < a.m", "true", "global load outside"),
-    (DTYPES, "ring.slot * a.tile_rows * scale_bytes", "0", "race|wrong results"),
-    (DTYPES, "(ring.slot * a.tile_rows + rows[h]) * scale_bytes", "rows[h] * scale_bytes", "race|wrong results"),
-    (DTYPES, "(slot * a.tile_rows + first) * pitch", "first * pitch", "race|wrong results"),
-    (DTYPES, "min(quad + 8, a.tile_rows - 1)", "quad + 8", "race|shared memory"),
-    (DTYPES, "rows * (code_bytes + scale_bytes)", "rows * code_bytes", "every thread waits|race"),
+    (DTYPES, "rank * half", "0", "wrong results"),
+    (DTYPES, "s < kSteps - 1 || (warp + s * kWarps) * kStepK < a.k / 2", "s < kSteps - 1", "wrong results"),
+    (DTYPES, "kRing + ring.slot * kCodeBytes", "kRing", "race|wrong results"),
+    (DTYPES, "codes_at + ring.slot * kCodeBytes", "codes_at", "race|wrong results"),
+    (DTYPES, "scales_at + ring.slot * kScaleBytes", "scales_at", "race|wrong results"),
+    (DTYPES, "((warp % 2 * 4 + in_quad) ^ row)", "(warp % 2 * 4 + in_quad)", "wrong results"),
+    (DTYPES, "kCodeBytes + kScaleBytes", "kCodeBytes", "every thread waits|race"),
+    (DTYPES, "32 * 16", "31 * 16", "every thread waits|race"),
+    (DTYPES, "mine.x + passed.x", "mine.x", "wrong results"),
+    (DTYPES, "row_of(quad) + 8 * (i >> 1)", "quad + 8 * (i >> 1)", "wrong results"),
     (DTYPES, "m >= a.m", "false", "written outside y"),
     (DTYPES, "row >= share.rows", "false", "written outside y"),
 ]
-SIZE = (58, 1792)
+SIZE = (154, 3584)
 
 
 def examine(emulated: ctypes.CDLL, dtype: torch.dtype) -> None:
-    """Tiles that are full and not, a ring and sums that come round, steps that some warps do not have, NaN scales."""
+    """A last tile that is not full, a ring and sums that come round, steps that some warps do not have, NaN scales."""
     n, k = SIZE
-    run = functools.partial(emulation.linear, layout=two_slots(n, k), emulation=emulated)
+    run = functools.partial(emulation.linear, layout=layout(n, k), emulation=emulated)
     x, weight, bias = exact_problem(n, k, 3, 1, dtype, per_row=True, with_bias=True)
     assert_equal(run(x, weight, bias), exact(x, weight, bias).to(dtype))
     want = exact(x, weight, bias).to(dtype)
@@ -201,12 +207,12 @@ def examine(emulated: ctypes.CDLL, dtype: torch.dtype) -> None:
 
 @functools.cache
 def with_mistakes(dtype: torch.dtype) -> ctypes.CDLL:
-    return emulation.with_mistakes(MISTAKES, dtype, two_slots(*SIZE))
+    return emulation.with_mistakes(MISTAKES, dtype, layout(*SIZE))
 
 
 @both_dtypes
 def test_the_examination_finds_nothing_where_no_mistake_is_planted(dtype: torch.dtype) -> None:
-    examine(emulation.library(dtype, two_slots(*SIZE)), dtype)
+    examine(emulation.library(dtype, layout(*SIZE)), dtype)
     emulated = with_mistakes(dtype)
     emulated.plant(-1)
     examine(emulated, dtype)

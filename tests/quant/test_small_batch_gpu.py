@@ -2,6 +2,7 @@
 
 import gc
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from nvfp4_reference import all_codes, random_weight
 
 from tpoverlap.errors import UnsupportedError
 from tpoverlap.quant import DequantWorkspace, NVFP4Linear
-from tpoverlap.quant.nvfp4 import NVFP4Tensor, concat_columns, dequantize, small_batch
+from tpoverlap.quant.nvfp4 import NVFP4Tensor, concat_columns, dequantize, small_batch, small_batch_bulk
 from tpoverlap.quant.nvfp4.small_batch_bulk import Plan
 
 pytestmark = pytest.mark.gpu
@@ -59,7 +60,7 @@ def test_any_blocks_match_fp64_and_give_a_row_its_bits(
     n: int, k: int, dtype: torch.dtype, blocks: small_batch.Blocks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Small weights take the first ones alone."""
-    monkeypatch.setattr(small_batch, "_layout_for", lambda n, k, aligned, ordinal: blocks)
+    monkeypatch.setattr(small_batch, "_layout_for", lambda n, k, aligned, ordinal, dtype: blocks)
     weight = random_weight(n, k, seed=n, per_row=True).to("cuda")
     x = random_rows(8, k, 9, dtype)
     batch = small_batch.linear(x, weight)
@@ -205,24 +206,25 @@ def bulk_always_pays(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.parametrize(
     ("n", "k", "m"),
     [
-        (1, 256, 1),
+        (1, 512, 1),
         (16, 512, 3),
-        (129, 1280, 5),
+        (129, 1536, 5),
         (300, 2560, 2),
         (33, 5120, 7),
         (5000, 2560, 8),
         (5120, 8704, 8),
-        (4000, 3328, 6),
-        (2111, 6912, 4),
+        (4000, 3584, 6),
+        (2111, 6656, 4),
         (2113, 9216, 8),
         (8192, 5120, 8),
+        (17_408, 5120, 4),
         (60_007, 512, 6),
         (151_936, 1024, 1),
     ],
 )
 def test_weights_that_bulk_copies_bring(n: int, k: int, m: int, dtype: torch.dtype) -> None:
     weight = random_weight(n, k, seed=n + k, per_row=bool(m % 2)).to("cuda")
-    assert isinstance(small_batch._layout(weight, 0), Plan)
+    assert isinstance(small_batch._layout(weight, 0, dtype), Plan)
     x = random_rows(m, k, m, dtype)
     bias = random_rows(1, n, m + 1, dtype)[0] if m % 3 == 0 else None
     got = small_batch.linear(x, weight, bias)
@@ -232,10 +234,38 @@ def test_weights_that_bulk_copies_bring(n: int, k: int, m: int, dtype: torch.dty
 
 
 @in_bulk
+@pytest.mark.usefixtures("bulk_always_pays")
+def test_a_thread_that_has_done_nothing_with_the_device_yet() -> None:
+    """It makes the weight's tensor maps, and may have no context of its own before."""
+    weight = random_weight(700, 1024, seed=31).to("cuda")
+    x = random_rows(2, 1024, 32, torch.bfloat16)
+    wanted = small_batch.linear(x, weight)
+    small_batch_bulk.tensor_maps.cache_clear()
+    with ThreadPoolExecutor(1) as thread:
+        assert torch.equal(thread.submit(small_batch.linear, x, weight).result(), wanted)
+
+
+@in_bulk
+@pytest.mark.usefixtures("bulk_always_pays")
+def test_a_weight_in_the_place_of_another() -> None:
+    """Tensor maps are kept by address: a weight of another shape there has its own."""
+    memory = torch.zeros(1024 * 2048, dtype=torch.uint8, device="cuda")
+    for n, k in ((1024, 1024), (512, 2048), (2048, 512), (1024, 1024)):
+        weight = random_weight(n, k, seed=n).to("cuda")
+        codes, scales = memory[: n * k // 2].view(n, k // 2), memory[n * k // 2 :][: n * k // 16].view(n, k // 16)
+        codes.copy_(weight.codes)
+        scales.copy_(weight.scales.view(torch.uint8))
+        there = NVFP4Tensor(codes, scales.view(torch.float8_e4m3fn), weight.global_scale, (n, k))
+        x = random_rows(3, k, 33, torch.bfloat16)
+        assert torch.equal(small_batch.linear(x, there), small_batch.linear(x, weight))
+
+
+@in_bulk
+@pytest.mark.usefixtures("bulk_always_pays")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_code_under_every_scale_in_bulk(dtype: torch.dtype) -> None:
     wide = concat_columns([all_codes(0.5).to("cuda")] * 16)
-    assert isinstance(small_batch._layout(wide, 0), Plan)
+    assert isinstance(small_batch._layout(wide, 0, dtype), Plan)
     values = dequantize(wide, torch.float32)
     for column in (*range(0, 64, 8), 248, 504):
         x = torch.zeros(8, 512, dtype=dtype, device="cuda")
@@ -247,18 +277,20 @@ def test_every_code_under_every_scale_in_bulk(dtype: torch.dtype) -> None:
 
 
 @in_bulk
+@pytest.mark.usefixtures("bulk_always_pays")
 def test_scales_that_start_on_two_bytes_take_the_other_kernel() -> None:
     weight = random_weight(300, 512, seed=21).to("cuda")
     memory = torch.zeros(weight.scales.numel() + 2, dtype=torch.uint8, device="cuda")
     memory[2:] = weight.scales.view(torch.uint8).flatten()
     scales = memory[2:].view(300, 32).view(torch.float8_e4m3fn)
     moved = NVFP4Tensor(weight.codes, scales, weight.global_scale, weight.shape)
-    assert isinstance(small_batch._layout(moved, 0), small_batch.Blocks)
+    assert isinstance(small_batch._layout(moved, 0, torch.bfloat16), small_batch.Blocks)
     x = random_rows(4, 512, 22, torch.bfloat16)
     assert_close_to_fp64(small_batch.linear(x, moved), x, weight)
 
 
 @in_bulk
+@pytest.mark.usefixtures("bulk_always_pays")
 @pytest.mark.parametrize("in_graph", [False, True])
 def test_launches_see_what_the_ones_before_wrote(in_graph: bool) -> None:
     """A chain in which each product's x is the result of the one before, and a weight is written between two products.

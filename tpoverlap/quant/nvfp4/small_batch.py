@@ -1,7 +1,8 @@
 """Decode-sized products with an NVFP4 weight: 1 to 8 rows of x, the 4-bit weight read once by tensor-core CUDA C++.
 
 Two kernels: small_batch_bulk.cu, which the copy engine of compute capability 9.0 and later feeds through shared memory,
-wherever :func:`tpoverlap.quant.nvfp4.small_batch_bulk.plan_for` has a plan that pays; small_batch.cu for the rest.
+wherever :func:`tpoverlap.quant.nvfp4.small_batch_bulk.plan_for` has a plan that pays; small_batch.cu for the rest, and
+where the first cannot be compiled or loaded.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _K_MULTIPLE = 32  # rows of the codes then start on 16 bytes
 
 
 class _Arguments(ctypes.Structure):
-    _fields_ = small_batch_bulk.COMMON_FIELDS
+    _fields_ = (("codes", ctypes.c_void_p), ("scales", ctypes.c_void_p), *small_batch_bulk.COMMON_FIELDS)
 
 
 @dataclass(frozen=True)
@@ -76,22 +77,34 @@ def rejection(x: torch.Tensor, weight: NVFP4Tensor) -> str | None:
         return f"the weight is {[n, k]}, K must be a multiple of {_K_MULTIPLE} up to 2**24"
     if weight.codes.data_ptr() % 16 or weight.scales.data_ptr() % 2:
         return "codes must start on 16 bytes and scales on 2"
-    return _unavailable(x.device.index, x.dtype, _layout(weight, x.device.index))
+    ordinal, dtype = x.device.index, x.dtype
+    return _unsupported(ordinal, dtype) or _unavailable(ordinal, dtype, _layout(weight, ordinal, dtype))
 
 
 @functools.cache
-def _unavailable(ordinal: int, dtype: torch.dtype, layout: Blocks | Plan) -> str | None:
-    """Why the kernel does not run on this device in this dtype; None if it does. Compiles and loads it."""
+def _unsupported(ordinal: int, dtype: torch.dtype) -> str | None:
+    """Why no kernel runs on this device in this dtype; None if one may."""
     if dtype not in (torch.float16, torch.bfloat16):
         return f"{dtype} is not supported: FP16 and BF16 are"
     capability = device_facts(ordinal).capability
     needed = (8, 0) if dtype == torch.bfloat16 else (7, 5)
     if capability < needed:
         return f"{dtype} needs compute capability {_dotted(needed)}, the device has {_dotted(capability)}"
+    return None
+
+
+@functools.cache
+def _unavailable(ordinal: int, dtype: torch.dtype, layout: Blocks | Plan) -> str | None:
+    """Why the kernel of this layout is not there; None if it is. Compiles and loads it."""
     try:
         _kernel(ordinal, dtype, layout)
     except TpOverlapError as error:
-        warnings.warn(f"NVFP4 layers dequantize their weights for every decode step: {error}", stacklevel=2)
+        instead = (
+            "take small_batch.cu in place of small_batch_bulk.cu"
+            if isinstance(layout, Plan)
+            else "dequantize their weights for every decode step"
+        )
+        warnings.warn(f"NVFP4 layers {instead}: {error}", stacklevel=2)
         return str(error)
     return None
 
@@ -116,10 +129,12 @@ def linear(x: torch.Tensor, weight: NVFP4Tensor, bias: torch.Tensor | None = Non
     bias = None if bias is None else bias.contiguous()
     m = rows.shape[0]
     y = torch.empty(m, n, dtype=x.dtype, device=x.device)
-    layout = _layout(weight, x.device.index)
+    layout = _layout(weight, x.device.index, x.dtype)
     kernel = _kernel(x.device.index, x.dtype, layout)
+    codes, scales = weight.codes.data_ptr(), weight.scales.data_ptr()
     common = (
-        *(t.data_ptr() for t in (weight.codes, weight.scales, weight.global_scale, rows)),
+        weight.global_scale.data_ptr(),
+        rows.data_ptr(),
         None if bias is None else bias.data_ptr(),
         y.data_ptr(),
         n,
@@ -127,18 +142,19 @@ def linear(x: torch.Tensor, weight: NVFP4Tensor, bias: torch.Tensor | None = Non
         m,
         weight.global_scale.ndim,
     )
+    arguments: ctypes.Structure
     if isinstance(layout, Plan):
-        plan = (layout.block_rows, layout.tile_rows, layout.slots)
-        arguments: ctypes.Structure = small_batch_bulk.Arguments(*common, *plan)
+        maps = small_batch_bulk.tensor_maps(codes, scales, n, k)
+        arguments = small_batch_bulk.Arguments(*maps, *common, layout.block_rows, layout.slots)
     else:
-        arguments = _Arguments(*common)
+        arguments = _Arguments(codes, scales, *common)
     kernel.launch((_launch_size(layout, n)[0], 1, 1), arguments)
     return y.view(*x.shape[:-1], n)
 
 
-def launch_size(weight: NVFP4Tensor) -> tuple[int, int]:
-    """Blocks of a launch with this weight on its device, and threads of a block."""
-    return _launch_size(_layout(weight, weight.device.index), weight.shape[0])
+def launch_size(weight: NVFP4Tensor, dtype: torch.dtype) -> tuple[int, int]:
+    """Blocks of a launch with this weight on its device and x of this dtype, and threads of a block."""
+    return _launch_size(_layout(weight, weight.device.index, dtype), weight.shape[0])
 
 
 def _launch_size(layout: Blocks | Plan, n: int) -> tuple[int, int]:
@@ -151,17 +167,19 @@ def _dotted(capability: tuple[int, int]) -> str:
     return f"{capability[0]}.{capability[1]}"
 
 
-def _layout(weight: NVFP4Tensor, ordinal: int) -> Blocks | Plan:
+def _layout(weight: NVFP4Tensor, ordinal: int, dtype: torch.dtype) -> Blocks | Plan:
     """How the product with this weight is built, whatever x is: a row of x has the same bits in any batch."""
     aligned = weight.scales.data_ptr() % small_batch_bulk.SCALES_ALIGNMENT == 0
-    return _layout_for(*weight.shape, aligned, ordinal)
+    return _layout_for(*weight.shape, aligned, ordinal, dtype)
 
 
 @functools.cache
-def _layout_for(n: int, k: int, aligned: bool, ordinal: int) -> Blocks | Plan:
+def _layout_for(n: int, k: int, aligned: bool, ordinal: int, dtype: torch.dtype) -> Blocks | Plan:
     facts = device_facts(ordinal)
     plan = small_batch_bulk.plan_for(n, k, facts) if aligned else None
-    return plan if plan and plan.pays else blocks_for(n, facts.num_sms, facts.capability)
+    if plan and plan.pays and _unavailable(ordinal, dtype, plan) is None:
+        return plan
+    return blocks_for(n, facts.num_sms, facts.capability)
 
 
 @functools.cache

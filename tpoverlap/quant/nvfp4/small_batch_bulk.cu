@@ -1,50 +1,58 @@
 // The product of small_batch.cu for compute capability 9.0 and later, where the copy engine of each SM brings the weight.
 //
-// One block an SM takes an equal share of the rows of W, in tiles of up to 16. A tile's codes and scales come by
-// asynchronous bulk copies into a ring in shared memory: a single thread keeps more than 100 KB on their way, which costs
-// the others neither registers nor instructions. A mbarrier of the ring's slot says that a tile has arrived, another that
-// it has been used.
+// A cluster of two blocks, one an SM, takes rows of W in tiles of 16, and each block half of k: it reads half of x, and
+// rows are rounded up to tiles for two SMs together. A tile's codes and scales come by tensor copies into a ring in shared
+// memory, a step of every warp at a time. A mbarrier of the ring's slot says that they have arrived, another that they
+// have been read.
 //
-// k is cut between kWarps warps, each of which keeps its part of x in registers for all tiles. Their sums of a tile meet
-// in shared memory, where one of kFinishers warps adds them up while the others go on. So the order of a sum depends on
-// k alone.
+// A block's k is cut between kWarps warps, each of which keeps its part of x in registers for all tiles. Their sums of a
+// tile meet in shared memory, where a warp of its own adds them up while the others go on. It passes every other tile's
+// sum to the other block, which finishes that tile. So the order of a sum depends on k alone.
 //
 // Compiled with BF16 = 0 or 1, and with STEPS = the steps of 128 k that a warp takes, at most.
 
-constexpr int kWarps = 12, kHelpers = 4, kFinishers = kHelpers - 1, kAllWarps = kWarps + kHelpers;
+constexpr int kWarps = 12, kHelpers = 3, kAllWarps = kWarps + kHelpers;
+constexpr int kTileRows = 16;  // rows of one mma
 constexpr int kSteps = STEPS;
-constexpr int kThreadK = 32;  // k that a thread takes per step
+constexpr int kThreadK = 32;   // k that a thread takes per step
 constexpr int kStepK = 4 * kThreadK;
-constexpr int kParts = 3;     // tiles whose sums are on their way to a finisher
-constexpr int kMaxSlots = 16;
+constexpr int kParts = 3;      // tiles whose sums are on their way to a finisher
+constexpr int kPassed = 4;     // tiles whose sums are on their way between the blocks of a cluster
+constexpr int kMaxSlots = 4;
+
+struct alignas(64) TensorMap {
+    unsigned char opaque[128];
+};
 
 struct Arguments {
-    const unsigned char* codes;      // [n, k / 2], starts on 16 bytes
-    const unsigned char* scales;     // [n, k / 16], starts on 16 bytes
+    TensorMap codes;                 // bytes [half of k][128 bytes of it][n][128], copied 1 x kWarps / 2 x 16 x 128 at a time
+    TensorMap scales;                // bytes [half of k][n][k / 32], copied 1 x 16 x 8 kWarps at a time
     const float* global_scale;       // [1] or [n]
     const void* x;                   // [m, k], rows 16-byte aligned
     const void* bias;                // [n] or null
     void* y;                         // [m, n]
     long long n;
-    int k;                           // multiple of 256
+    int k;                           // multiple of 512
     int m;                           // 1 to 8
     int global_scale_stride;         // 1 where it is per row, else 0
-    int block_rows;                  // rows of W that a block takes
-    int tile_rows;                   // of which a tile has so many, at most the 16 of a mma
+    int block_rows;                  // rows of W that a cluster takes, a multiple of 16
     int slots;                       // of the ring, 2 to kMaxSlots
 };
 
-// Dynamic shared memory, by offsets. A row of a slot is 64 bytes longer than a row of codes: of two rows that follow each
-// other, the 64 bytes that 4 threads read then lie in different banks.
+// Dynamic shared memory, by offsets. A slot holds a step of every warp for the rows of a tile: codes, where 128 bytes are
+// two steps of a row and the 16-byte pieces of row r have traded places, piece i with i ^ r % 8 (128-byte swizzle); and
+// scales. What lies beyond the end of k or n is zeros.
 constexpr u32 kFull = 0, kFree = kFull + 8 * kMaxSlots;           // barriers of the slots
 constexpr u32 kSumsFull = kFree + 8 * kMaxSlots, kSumsFree = kSumsFull + 8 * kParts;
+constexpr u32 kPassedFull = kSumsFree + 8 * kParts, kPassedFree = kPassedFull + 8 * kPassed;
 constexpr u32 kSums = 512;                                        // [kParts][kWarps][32] float4
-constexpr u32 kRing = kSums + kParts * kWarps * 32 * 16;          // [slots][tile_rows][pitch_of(k)]
-__device__ __forceinline__ int pitch_of(int k) { return k / 2 + 64; }
-// Behind the ring: the scales of its slots, [slots][tile_rows][k / 16].
+constexpr u32 kPassedSums = kSums + kParts * kWarps * 32 * 16;    // [kPassed][32] float4
+constexpr u32 kRing = (kPassedSums + kPassed * 32 * 16 + 1023) / 1024 * 1024;  // [slots][kWarps / 2][kTileRows][128]
+constexpr u32 kCodeBytes = kTileRows * kWarps * kStepK / 2, kScaleBytes = kTileRows * kWarps * kStepK / 16;  // of a slot
+// Behind the ring: the scales of its slots, [slots][kTileRows][kWarps][kStepK / 16].
 
 #ifndef TPOVERLAP_EMULATED_GPU
-extern __shared__ __align__(128) unsigned char shared_memory[];
+extern __shared__ __align__(1024) unsigned char shared_memory[];
 
 __device__ __forceinline__ u32 shared_address(u32 at) {
     return static_cast<u32>(__cvta_generic_to_shared(shared_memory)) + at;
@@ -63,7 +71,7 @@ __device__ __forceinline__ void barrier_init(u32 at, u32 arrivals) {
     asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(at)), "r"(arrivals) : "memory");
 }
 
-// Makes barriers known to the copy engine.
+// Makes barriers known to the copy engine and, before cluster_arrive, to the other block.
 __device__ __forceinline__ void fence_barriers() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 
 __device__ __forceinline__ void barrier_arrive(u32 at) {
@@ -83,10 +91,47 @@ __device__ __forceinline__ void barrier_wait(u32 at, u32 parity) {
         "@!done bra wait;\n}" ::"r"(shared_address(at)), "r"(parity) : "memory");
 }
 
-// Size and both addresses are multiples of 16.
-__device__ __forceinline__ void bulk_copy(u32 to, const unsigned char* from, u32 bytes, u32 barrier) {
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-                     shared_address(to)), "l"(from), "r"(bytes), "r"(shared_address(barrier)) : "memory");
+// The same where the other block of the cluster arrives, or passes what this one then reads.
+__device__ __forceinline__ void barrier_wait_for_peer(u32 at, u32 parity) {
+    asm volatile(
+        "{\n.reg .pred done;\n"
+        "wait: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
+        "@!done bra wait;\n}" ::"r"(shared_address(at)), "r"(parity) : "memory");
+}
+
+// The same place in the shared memory of the cluster's block `peer`.
+__device__ __forceinline__ u32 peer_address(u32 at, u32 peer) {
+    u32 address;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared_address(at)), "r"(peer));
+    return address;
+}
+
+__device__ __forceinline__ void peer_barrier_arrive(u32 at, u32 peer) {
+    asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(peer_address(at, peer)) : "memory");
+}
+
+// Stores to the peer's shared memory at some later time; its barrier counts the bytes.
+__device__ __forceinline__ void pass_to_peer(u32 at, u32 peer, float4 v, u32 barrier) {
+    asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1,%2,%3,%4}, [%5];" ::"r"(
+                     peer_address(at, peer)), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w), "r"(peer_address(barrier, peer))
+                 : "memory");
+}
+
+// What either block did before it arrived is seen by both once they have waited.
+__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+
+// 16 rows of a weight's half of k, from `row` and from twice `pair` steps on.
+__device__ __forceinline__ void copy_codes(u32 to, const TensorMap& map, int pair, long long row, u32 rank, u32 barrier) {
+    asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {0, %2, %3, %4}], "
+                 "[%5];" ::"r"(shared_address(to)), "l"(&map), "r"(static_cast<int>(row)), "r"(pair), "r"(rank),
+                 "r"(shared_address(barrier)) : "memory");
+}
+
+__device__ __forceinline__ void copy_scales(u32 to, const TensorMap& map, int pair, long long row, u32 rank, u32 barrier) {
+    asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], "
+                 "[%5];" ::"r"(shared_address(to)), "l"(&map), "r"(16 * pair), "r"(static_cast<int>(row)), "r"(rank),
+                 "r"(shared_address(barrier)) : "memory");
 }
 
 // Until the kernel ahead on the stream has ended, if this one was started before. Volatile and in need of memory, as are
@@ -161,7 +206,7 @@ __device__ __forceinline__ u32 scales_of(u32 bytes) {
 
 __device__ __forceinline__ u32 word_of(const uint4& v, int w) { return w == 0 ? v.x : w == 1 ? v.y : w == 2 ? v.z : v.w; }
 
-// One step: rows quad and quad + 8 of the tile for 32 k. Two chains of sums, since each mma waits for the one before.
+// One step: a thread's two rows for 32 k. Two chains of sums, since each mma waits for the one before.
 __device__ __forceinline__ void accumulate(const uint4 codes[2], const u32 scale_bytes[2], const u32 x[16],
                                            float sums[2][4]) {
     const u32 scales[2] = {scales_of(scale_bytes[0]), scales_of(scale_bytes[1])};
@@ -190,77 +235,93 @@ struct Ring {
     }
 };
 
-// Rows of W that this block takes.
+// Rows of W that this block's cluster takes.
 struct Share {
     long long first;
     int rows, tiles;
+    u32 rank;  // of this block in the cluster: the half of k that it takes
 };
 
-// Rows `first`, `first` + `stride`, ... of a tile's codes. A thread issues a copy in about 70 cycles.
-__device__ __forceinline__ void fetch_rows(const Arguments& a, const Share& share, int tile, int slot, int first,
-                                           int stride) {
-    const int code_bytes = a.k / 2, pitch = pitch_of(a.k);
-    const int rows = min(a.tile_rows, share.rows - tile * a.tile_rows);
-    u32 to = kRing + (slot * a.tile_rows + first) * pitch;
-    const unsigned char* from = a.codes + (share.first + tile * a.tile_rows + first) * code_bytes;
-#pragma unroll 1
-    for (int i = first; i < rows; i += stride, to += stride * pitch, from += static_cast<long long>(stride) * code_bytes)
-        bulk_copy(to, from, code_bytes, kFull + 8 * slot);
-}
-
-// One thread of each helping warp fetches its rows of what the ring holds at first; the first one also fetches the
-// scales, and all that follows.
-__device__ __forceinline__ void fetch(const Arguments& a, const Share& share, int helper) {
-    const int code_bytes = a.k / 2, scale_bytes = a.k / 16;
+// One thread keeps the ring filled.
+__device__ __forceinline__ void fetch(const Arguments& a, const Share& share) {
     Ring ring;
 #pragma unroll 1
     for (int tile = 0; tile < share.tiles; ++tile) {
-        const int rows = min(a.tile_rows, share.rows - tile * a.tile_rows);
-        const bool at_first = tile < a.slots;
-        if (helper != 0) {
-            if (!at_first) return;
-        } else {
+#pragma unroll 1
+        for (int s = 0; s < kSteps; ++s) {
             const u32 full = kFull + 8 * ring.slot;
             barrier_wait(kFree + 8 * ring.slot, ring.parity ^ 1);
-            barrier_expect(full, rows * (code_bytes + scale_bytes));
-            const u32 to = kRing + a.slots * a.tile_rows * pitch_of(a.k) + ring.slot * a.tile_rows * scale_bytes;
-            bulk_copy(to, a.scales + (share.first + tile * a.tile_rows) * scale_bytes, rows * scale_bytes, full);
+            barrier_expect(full, kCodeBytes + kScaleBytes);
+            const long long row = share.first + tile * kTileRows;
+            copy_codes(kRing + ring.slot * kCodeBytes, a.codes, s * (kWarps / 2), row, share.rank, full);
+            copy_scales(kRing + a.slots * kCodeBytes + ring.slot * kScaleBytes, a.scales, s * (kWarps / 2), row,
+                        share.rank, full);
+            ring.advance(a.slots);
         }
-        fetch_rows(a, share, tile, ring.slot, at_first ? helper : 0, at_first ? kHelpers : 1);
-        ring.advance(a.slots);
     }
 }
 
-// Adds up the sums of every kFinishers-th tile and writes y. A thread has rows quad and quad + 8 of the tile, each for
-// x's rows 2 * in_quad and 2 * in_quad + 1.
-__device__ __forceinline__ void finish(const Arguments& a, const Share& share, int finisher, int lane) {
-    const int quad = lane >> 2, in_quad = lane & 3;
+// The rows of a tile that a thread has are this one and the one 8 further. Shared memory serves 16 bytes of 8 threads at
+// once: in this order 4 of them read from the lower and 4 from the upper half of its banks.
+__device__ __forceinline__ int row_of(int quad) { return (quad >> 1) | (quad & 1) << 2; }
+
+// The sums of all warps for a tile, in one order. A thread has its two rows, each for x's rows 2 * in_quad and
+// 2 * in_quad + 1.
+__device__ __forceinline__ float4 add_up(int tile, int lane) {
+    const int part = tile % kParts;
+    barrier_wait(kSumsFull + 8 * part, tile / kParts & 1);
+    float4 sum = {};
+#pragma unroll
+    for (int w = 0; w < kWarps; ++w) {
+        const float4 of_warp = load_shared<float4>(kSums + ((part * kWarps + w) * 32 + lane) * 16);
+        sum.x += of_warp.x;
+        sum.y += of_warp.y;
+        sum.z += of_warp.z;
+        sum.w += of_warp.w;
+    }
+    __syncwarp();
+    if (lane == 0) barrier_arrive(kSumsFree + 8 * part);
+    return sum;
+}
+
+// Each block of a cluster finishes every other tile, and passes its sums of the ones between to its peer.
+__device__ __forceinline__ void pass(const Share& share, int lane) {
+    const u32 peer = share.rank ^ 1;
+    Ring ring;
 #pragma unroll 1
-    for (int tile = finisher; tile < share.tiles; tile += kFinishers) {
+    for (int tile = peer; tile < share.tiles; tile += 2) {
+        const float4 sum = add_up(tile, lane);
+        barrier_wait_for_peer(kPassedFree + 8 * ring.slot, ring.parity ^ 1);
+        pass_to_peer(kPassedSums + (ring.slot * 32 + lane) * 16, peer, sum, kPassedFull + 8 * ring.slot);
+        ring.advance(kPassed);
+    }
+}
+
+__device__ __forceinline__ void finish(const Arguments& a, const Share& share, int lane) {
+    const int quad = lane >> 2, in_quad = lane & 3;
+    Ring ring;
+#pragma unroll 1
+    for (int tile = share.rank; tile < share.tiles; tile += 2) {
+        if (lane == 0) barrier_expect(kPassedFull + 8 * ring.slot, 32 * 16);
         float factor[2], bias[2];
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-            const long long row = share.first + min(tile * a.tile_rows + quad + 8 * h, share.rows - 1);
+            const long long row = share.first + min(tile * kTileRows + row_of(quad) + 8 * h, share.rows - 1);
             factor[h] = kUnscale * a.global_scale[row * a.global_scale_stride];
             bias[h] = a.bias != nullptr ? to_float(a.bias, row) : 0.0f;
         }
-        const int part = tile % kParts;
-        barrier_wait(kSumsFull + 8 * part, tile / kParts & 1);
-        float sum[4] = {};
-#pragma unroll
-        for (int w = 0; w < kWarps; ++w) {
-            const float4 of_warp = load_shared<float4>(kSums + ((part * kWarps + w) * 32 + lane) * 16);
-            sum[0] += of_warp.x;
-            sum[1] += of_warp.y;
-            sum[2] += of_warp.z;
-            sum[3] += of_warp.w;
-        }
+        const float4 mine = add_up(tile, lane);
+        barrier_wait_for_peer(kPassedFull + 8 * ring.slot, ring.parity);
+        const float4 passed = load_shared<float4>(kPassedSums + (ring.slot * 32 + lane) * 16);
         __syncwarp();
-        if (lane == 0) barrier_arrive(kSumsFree + 8 * part);
+        // Only a peer that has another tile to pass through this slot waits for it, and so is sure to be there still.
+        if (lane == 0 && tile + 2 * kPassed < share.tiles) peer_barrier_arrive(kPassedFree + 8 * ring.slot, share.rank ^ 1);
+        ring.advance(kPassed);
+        const float sum[4] = {mine.x + passed.x, mine.y + passed.y, mine.z + passed.z, mine.w + passed.w};
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            const int m = 2 * in_quad + (i & 1), in_tile = quad + 8 * (i >> 1), row = tile * a.tile_rows + in_tile;
-            if (m >= a.m || in_tile >= a.tile_rows || row >= share.rows) continue;
+            const int m = 2 * in_quad + (i & 1), row = tile * kTileRows + row_of(quad) + 8 * (i >> 1);
+            if (m >= a.m || row >= share.rows) continue;
             const float value = sum[i] * factor[i >> 1] + bias[i >> 1];
             static_cast<unsigned short*>(a.y)[m * a.n + share.first + row] = round_to_16_bits(value);
         }
@@ -268,13 +329,15 @@ __device__ __forceinline__ void finish(const Arguments& a, const Share& share, i
 }
 
 // A warp's part of x: for each of its steps 32 k of x's row quad, zeros where it has none.
-__device__ __forceinline__ void take_x(const Arguments& a, int warp, int quad, int in_quad, u32 x[kSteps][16]) {
+__device__ __forceinline__ void take_x(const Arguments& a, int warp, int quad, int in_quad, u32 rank,
+                                       u32 x[kSteps][16]) {
+    const int half = a.k / 2;
 #pragma unroll
     for (int s = 0; s < kSteps; ++s) {
         const int step = warp + s * kWarps;
         uint4 v[4] = {};
-        if (quad < a.m && step * kStepK < a.k) {
-            const long long first = static_cast<long long>(quad) * a.k + step * kStepK + in_quad * kThreadK;
+        if (quad < a.m && step * kStepK < half) {
+            const long long first = static_cast<long long>(quad) * a.k + rank * half + step * kStepK + in_quad * kThreadK;
 #pragma unroll
             for (int i = 0; i < 4; ++i) v[i] = load_x(static_cast<const unsigned char*>(a.x) + 2 * first + 16 * i);
         }
@@ -300,14 +363,15 @@ __device__ __forceinline__ void arrange(u32 x[16]) {
     }
 }
 
-extern "C" __global__ void __launch_bounds__(32 * kAllWarps, 1)
+extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(32 * kAllWarps, 1)
 nvfp4_small_batch_bulk(const __grid_constant__ Arguments a) {
     const int lane = threadIdx.x & 31;
     const int warp = __shfl_sync(0xFFFFFFFFu, threadIdx.x >> 5, 0);  // the same for all lanes, as the compiler then knows
     Share share;
-    share.first = static_cast<long long>(blockIdx.x) * a.block_rows;
+    share.rank = blockIdx.x & 1;
+    share.first = static_cast<long long>(blockIdx.x >> 1) * a.block_rows;
     share.rows = static_cast<int>(min(static_cast<long long>(a.block_rows), a.n - share.first));
-    share.tiles = (share.rows + a.tile_rows - 1) / a.tile_rows;
+    share.tiles = (share.rows + kTileRows - 1) / kTileRows;
 
     if (threadIdx.x == 32 * kWarps) {
         for (int slot = 0; slot < a.slots; ++slot) {
@@ -318,56 +382,54 @@ nvfp4_small_batch_bulk(const __grid_constant__ Arguments a) {
             barrier_init(kSumsFull + 8 * part, kWarps);
             barrier_init(kSumsFree + 8 * part, 1);
         }
+        for (int slot = 0; slot < kPassed; ++slot) {
+            barrier_init(kPassedFull + 8 * slot, 1);
+            barrier_init(kPassedFree + 8 * slot, 1);
+        }
         fence_barriers();
     }
+    __syncwarp();
+    cluster_arrive();
     // Nothing of global memory is touched before, and the next kernel starts no earlier than after it: launches see each
     // other's results as without programmatic launches.
     wait_for_previous_kernel();
     let_next_kernel_start();
     u32 x[kSteps][16];
-    if (warp < kWarps) take_x(a, warp, lane >> 2, lane & 3, x);
-    __syncthreads();
+    if (warp < kWarps) take_x(a, warp, lane >> 2, lane & 3, share.rank, x);
+    cluster_wait();
     if (warp >= kWarps) {
-        const int helper = warp - kWarps;
-        if (lane == 0) fetch(a, share, helper);
-        __syncwarp();
-        if (helper != 0) finish(a, share, helper - 1, lane);
+        if (warp == kWarps && lane == 0) fetch(a, share);
+        if (warp == kWarps + 1) pass(share, lane);
+        if (warp == kWarps + 2) finish(a, share, lane);
         return;
     }
 #pragma unroll
     for (int s = 0; s < kSteps; ++s) arrange(x[s]);
 
-    const int quad = lane >> 2, in_quad = lane & 3;
-    const int scale_bytes = a.k / 16, pitch = pitch_of(a.k);
-    // Rows past a tile's end repeat one that has room; they end in sums that nobody stores.
-    const int rows[2] = {min(quad, a.tile_rows - 1), min(quad + 8, a.tile_rows - 1)};
+    const int row = row_of(lane >> 2), in_quad = lane & 3;
+    const u32 codes_at = kRing + warp / 2 * (kTileRows * 128) + row * 128 + ((warp % 2 * 4 + in_quad) ^ row) * 16;
+    const u32 scales_at = kRing + a.slots * kCodeBytes + row * (kScaleBytes / kTileRows) + warp * (kStepK / 16) +
+                          in_quad * (kThreadK / 16);
     Ring ring, parts;
 #pragma unroll 1
     for (int tile = 0; tile < share.tiles; ++tile) {
         float sums[2][4] = {};
-        u32 codes[2], scales[2];
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-            codes[h] = kRing + (ring.slot * a.tile_rows + rows[h]) * pitch + warp * (kStepK / 2) + in_quad * (kThreadK / 2);
-            scales[h] = kRing + a.slots * a.tile_rows * pitch + (ring.slot * a.tile_rows + rows[h]) * scale_bytes +
-                        warp * (kStepK / 16) + in_quad * (kThreadK / 16);
-        }
-        barrier_wait(kFull + 8 * ring.slot, ring.parity);
 #pragma unroll
         for (int s = 0; s < kSteps; ++s) {
-            if (s == kSteps - 1 && (warp + s * kWarps) * kStepK >= a.k) break;
-            uint4 of_step[2];
-            u32 scales_of_step[2];
+            uint4 codes[2];
+            u32 scales[2];
+            barrier_wait(kFull + 8 * ring.slot, ring.parity);
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
-                of_step[h] = load_shared<uint4>(codes[h] + s * kWarps * (kStepK / 2));
-                scales_of_step[h] = load_shared<unsigned short>(scales[h] + s * kWarps * (kStepK / 16));
+                codes[h] = load_shared<uint4>(codes_at + ring.slot * kCodeBytes + h * 8 * 128);
+                scales[h] = load_shared<unsigned short>(scales_at + ring.slot * kScaleBytes +
+                                                        h * 8 * (kScaleBytes / kTileRows));
             }
-            accumulate(of_step, scales_of_step, x[s], sums);
+            __syncwarp();
+            if (lane == 0) barrier_arrive(kFree + 8 * ring.slot);
+            if (s < kSteps - 1 || (warp + s * kWarps) * kStepK < a.k / 2) accumulate(codes, scales, x[s], sums);
+            ring.advance(a.slots);
         }
-        __syncwarp();
-        if (lane == 0) barrier_arrive(kFree + 8 * ring.slot);
-        ring.advance(a.slots);
         barrier_wait(kSumsFree + 8 * parts.slot, parts.parity ^ 1);
         store_shared(kSums + ((parts.slot * kWarps + warp) * 32 + lane) * 16,
                      make_float4(sums[0][0] + sums[1][0], sums[0][1] + sums[1][1], sums[0][2] + sums[1][2],

@@ -3,27 +3,29 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 from dataclasses import dataclass
 
 from tpoverlap.cuda.device import DeviceFacts
+from tpoverlap.cuda.tensor_map import TensorMap, tensor_map
 
-K_MULTIPLE = 256  # every row of the scales then starts on 16 bytes, and every warp's steps are whole
+K_MULTIPLE = 512  # rows of half the scales then start on 16 bytes, which tensor copies demand
 SCALES_ALIGNMENT = 16
-_WARPS = 12
-_HELPERS = 4
-THREADS = 32 * (_WARPS + _HELPERS)
-_TILE_ROWS = 16
+CLUSTER = 2
+"""Blocks, each of which takes half of K."""
+WARPS = 12
+"""Of a block, which share its K."""
+_HELPERS = 3
+THREADS = 32 * (WARPS + _HELPERS)
+TILE_ROWS = 16
 _STEP_K = 128
-_MAX_STEPS = 6  # of a warp: its part of x then takes 96 registers
-_MAX_SLOTS = 16
-_SUMS = 512 + 3 * _WARPS * 512  # bytes before the ring
-_WINDOW = 144 * 1024
-"""Bytes of codes in the ring. More of them on their way delay x, which comes through the same ports."""
+_MAX_STEPS = 3  # of a warp. More fit into registers, but have not been measured.
+_SUMS = 21 * 1024  # bytes before the ring
+_SLOT = TILE_ROWS * WARPS * (_STEP_K // 2 + _STEP_K // 16)
+_MIN_TILES = 5
 
 
 COMMON_FIELDS = (
-    ("codes", ctypes.c_void_p),
-    ("scales", ctypes.c_void_p),
     ("global_scale", ctypes.c_void_p),
     ("x", ctypes.c_void_p),
     ("bias", ctypes.c_void_p),
@@ -33,60 +35,68 @@ COMMON_FIELDS = (
     ("m", ctypes.c_int),
     ("global_scale_stride", ctypes.c_int),
 )
-"""What the arguments of both kernels begin with."""
+"""What the arguments of both kernels have behind codes and scales."""
 
 
 class Arguments(ctypes.Structure):
     _fields_ = (
+        ("codes", TensorMap),
+        ("scales", TensorMap),
         *COMMON_FIELDS,
         ("block_rows", ctypes.c_int),
-        ("tile_rows", ctypes.c_int),
         ("slots", ctypes.c_int),
     )
 
 
 @dataclass(frozen=True)
 class Plan:
-    """blocks, of block_rows rows each, in tiles of tile_rows; slots of the ring, a tile each.
+    """blocks, in clusters that take block_rows rows each, a multiple of 16; slots of the ring, for a step of all warps.
 
-    steps: of 128 k that a warp takes at most. shared_bytes: of a block.
+    steps: of 128 k that a warp takes at most.
     """
 
     blocks: int
     block_rows: int
-    tile_rows: int
     slots: int
     steps: int
-    shared_bytes: int
+
+    @property
+    def shared_bytes(self) -> int:
+        """Of a block."""
+        return _SUMS + self.slots * _SLOT
 
     @property
     def pays(self) -> bool:
-        """Whether it is faster than the other kernel: with many tiles a block, or short ones.
+        """Whether it is known to be faster than the other kernel.
 
-        A few long tiles do not make up for the time until the first is there and the last is summed up: on an H200
-        8192 x 5120 (four tiles of four steps) and 5120 x 8704 (three of six) are slower.
+        Measured were 5 to 17 tiles of rows a cluster. Fewer do less to make up for the time until the first is there
+        and the last is summed up.
         """
-        return self.steps <= 2 or self.block_rows > 4 * _TILE_ROWS
+        return self.block_rows >= _MIN_TILES * TILE_ROWS
 
 
 def plan_for(n: int, k: int, facts: DeviceFacts) -> Plan | None:
-    """The layout for a weight [n, k]; None where it cannot be: before 9.0, or where x or W do not fit."""
-    if facts.capability < (9, 0) or k % K_MULTIPLE:
+    """The layout for a weight [n, k]; None where it cannot be: before 9.0, or for such a K or N."""
+    clusters = facts.num_sms // CLUSTER
+    if facts.capability < (9, 0) or k % K_MULTIPLE or n >= 2**31 or not clusters:
         return None
-    steps = -(-k // (_WARPS * _STEP_K))
+    steps = -(-k // (CLUSTER * WARPS * _STEP_K))
     if steps > _MAX_STEPS:
         return None
-    block_rows = max(-(-n // facts.num_sms), min(n, _TILE_ROWS // 2))
-    tiles = -(-block_rows // _TILE_ROWS)
-    tile_rows = -(-block_rows // tiles)
-    slot, scales = tile_rows * (k // 2 + 64), tile_rows * k // 16
-    slots = max(2, min(_MAX_SLOTS, tiles, _WINDOW // slot))
-    while slots > 2 and _shared_bytes(slots, slot + scales) > facts.shared_memory_per_block:
-        slots -= 1
-    if _shared_bytes(slots, slot + scales) > facts.shared_memory_per_block:
-        return None
-    return Plan(-(-n // block_rows), block_rows, tile_rows, slots, steps, _shared_bytes(slots, slot + scales))
+    block_rows = TILE_ROWS * -(-n // (TILE_ROWS * clusters))
+    # More bytes on their way delay x, which comes through the same ports.
+    plan = Plan(CLUSTER * -(-n // block_rows), block_rows, slots=2 if steps == 1 else 3, steps=steps)
+    return plan if plan.shared_bytes <= facts.shared_memory_per_block else None
 
 
-def _shared_bytes(slots: int, slot: int) -> int:
-    return _SUMS + slots * slot
+@functools.lru_cache(maxsize=4096)
+def tensor_maps(
+    codes: int, scales: int, n: int, k: int
+) -> tuple[ctypes.Array[ctypes.c_uint64], ctypes.Array[ctypes.c_uint64]]:
+    """Of the codes and scales of a weight [n, k] at these addresses. Kept: to make them takes longer than a launch."""
+    half, row = k // 4, k // 2  # bytes of codes
+    pairs = WARPS // 2  # of steps, 128 bytes each
+    return (
+        tensor_map(codes, (128, n, half // 128, 2), (row, 128, half), (128, TILE_ROWS, pairs, 1), swizzle_128=True),
+        tensor_map(scales, (half // 8, n, 2), (row // 8, half // 8), (16 * pairs, TILE_ROWS, 1)),
+    )
