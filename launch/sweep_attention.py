@@ -52,6 +52,7 @@ PREFILL_SHAPES = ((2048, 2048), (8192, 8192), (32768, 32768), (2048, 34816), (20
 DECODE = {
     64: [
         DecodeTiles(16, 64, 1, 3),
+        DecodeTiles(16, 64, 1, 3, ring_stages=6, few_ring_stages=6),
         DecodeTiles(32, 64, 1, 3),
         DecodeTiles(32, 64, 2, 3),
         DecodeTiles(64, 64, 4, 2),
@@ -59,24 +60,20 @@ DECODE = {
     ],
     128: [
         DecodeTiles(16, 64, 1, 3),
-        DecodeTiles(16, 64, 1, 4),
         DecodeTiles(16, 64, 2, 3),
-        DecodeTiles(32, 64, 1, 2),
-        DecodeTiles(32, 64, 2, 4),
         DecodeTiles(32, 64, 4, 3),
-        DecodeTiles(64, 64, 4, 2),
         DecodeTiles(64, 64, 4, 3),
-        DecodeTiles(128, 128, 8, 2),
+        *(DecodeTiles(16, 64, 1, 3, ring_stages=n, few_ring_stages=n) for n in (2, 3, 4, 6, 12)),
+        *(DecodeTiles(32, 64, 1, 3, ring_stages=n, few_ring_stages=n) for n in (2, 3, 4)),
+        *(DecodeTiles(64, 64, 1, 3, ring_stages=n, few_ring_stages=n) for n in (2, 3)),
     ],
     256: [
-        DecodeTiles(16, 64, 1, 2),
         DecodeTiles(16, 64, 1, 3),
         DecodeTiles(16, 64, 1, 4),
         DecodeTiles(16, 64, 2, 3),
-        DecodeTiles(16, 64, 4, 3),
-        DecodeTiles(32, 64, 4, 3),
         DecodeTiles(32, 64, 4, 4),
-        DecodeTiles(64, 64, 8, 2),
+        *(DecodeTiles(16, 64, 1, 3, ring_stages=n, few_ring_stages=n) for n in (2, 3, 4, 6)),
+        DecodeTiles(32, 64, 1, 3, ring_stages=2, few_ring_stages=2),
     ],
 }
 # Requests, keys, query and KV heads, splits.

@@ -169,6 +169,15 @@ def test_one_launch_two_launches_and_a_row_alone_give_the_same_bits(head_dim, nu
         assert torch.equal(lse[r : r + 1], alone[1])
 
 
+@pytest.mark.parametrize(("keys", "num_splits"), [(513, 4), (700, 4), (700, 3)])
+def test_a_grid_cut_to_what_a_table_holds_serves_its_longest_row(keys, num_splits):
+    """513 and 700 keys are 3 parts of 256; of 4 splits one has no program."""
+    case = make_case(keys, [(1, keys), (1, 20)], q_heads=2, kv_heads=1, dtype=torch.float16)
+    assert_close(
+        paged_decode(*case.decode, backend="triton", num_splits=num_splits, return_lse=True), solve(case), 2e-3
+    )
+
+
 def test_wrong_ids_and_lengths_read_nothing_outside():
     """A GPU cannot raise for them; what it computes is meaningless, but neither crashes nor touches other rows."""
     case = make_case(4, [(3, 40), (1, 20)])

@@ -20,6 +20,7 @@ from tpoverlap.attention import (
     write_kv,
 )
 from tpoverlap.attention.triton import rows
+from tpoverlap.attention.triton.configs import decode_tiles
 from tpoverlap.attention.triton.decode import decode_rows
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
@@ -192,6 +193,44 @@ def test_a_decode_row_alone_in_a_batch_and_captured_has_the_same_bits(dtype, hea
     needed = decode_workspace_size(len(lengths), 8, head_dim, num_splits)
     workspace = torch.full((needed,), math.nan, device="cuda")
     assert_same(decode(case, num_splits=num_splits, workspace=workspace), batch)
+
+
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize(
+    ("heads", "head_dim", "num_splits"),
+    [((2, 2), 128, 16), ((12, 2), 128, 128), ((16, 2), 80, 16), ((16, 2), 192, 64), ((5, 1), 256, 16)],
+)
+def test_the_ring_of_tiles_has_the_bits_of_the_plain_kernel(dtype, heads, head_dim, num_splits):
+    """Few programs and many, whose rings differ; parts that end within a step and beyond the ids that a warp holds."""
+    tiles = decode_tiles(torch.cuda.get_device_capability(), dtype, head_dim, num_splits)
+    if not tiles.ring_stages:
+        pytest.skip("this GPU has no ring of tiles")
+    shape = {"q_heads": heads[0], "kv_heads": heads[1], "head_dim": head_dim, "dtype": dtype, "device": "cuda"}
+    for lengths in ([1, 700], [0, 17, 64, 2047, 20011] + [129] * 300):
+        case = make_case(len(lengths), [(1, n) for n in lengths], **shape)
+        results = []
+        for chosen in (tiles, dataclasses.replace(tiles, ring_stages=0)):
+            out = torch.full_like(case.q, math.nan)
+            lse = torch.full(case.q.shape[:2], math.nan, device="cuda")
+            decode_rows(
+                *case.decode[:4],
+                None,
+                case.seq_lens,
+                scale=head_dim**-0.5,
+                sliding_window=None,
+                softcap=None,
+                num_splits=num_splits,
+                out=out,
+                lse=lse,
+                workspace=None,
+                merge_in_launch=False,
+                first_row=0,
+                rows=len(lengths),
+                tiles=chosen,
+            )
+            results.append((out, lse))
+        check(case, results[0])
+        assert_same(*results)
 
 
 def _capture(call):

@@ -31,12 +31,29 @@ class PrefillTiles:
 
 @dataclass(frozen=True)
 class DecodeTiles:
-    """block_n: keys of a step. part_keys: a row's parts are multiples of it (itself one of block_n)."""
+    """block_n: keys of a step. part_keys: a row's parts are multiples of it (itself one of block_n). ring_stages: steps
+    that the Gluon kernel of one warp holds; 0: there is none. few_ring_stages: those where a multiprocessor has few
+    programs. The rest as Triton's. A row's bits depend on block_n and part_keys alone.
+    """
 
     block_n: int
     part_keys: int
     num_warps: int
     num_stages: int
+    ring_stages: int = 0
+    few_ring_stages: int = 0
+
+
+# Up to LONG_PART_KEYS keys a part only FEW_PARTS of a row's splits are used, or half of fewer: fewer starts and merges
+# serve a full GPU better, and more programs a short row little.
+LONG_PART_KEYS = 256
+FEW_PARTS = 8
+
+
+def most_parts(num_splits: int, max_keys: int) -> int:
+    """Parts that a row of up to ``max_keys`` keys is cut into at most."""
+    few = min(FEW_PARTS, (num_splits + 1) // 2)
+    return min(num_splits, max(few, -(-max_keys // LONG_PART_KEYS)))
 
 
 # generation -> {padded head_dim: tiles}; num_stages - 1 steps of keys are in flight.
@@ -79,18 +96,28 @@ _DECODE_HALF: dict[str, dict[int, DecodeTiles]] = {
         256: DecodeTiles(16, 128, 8, 1),
     },
     "ampere": {64: DecodeTiles(64, 128, 4, 3), 128: DecodeTiles(64, 128, 4, 2), 256: DecodeTiles(32, 128, 4, 2)},
-    # One warp a program: warps that share keys meet at barriers in every step. 16 x 8192 keys, 12 query and 2 KV heads,
-    # 128: 38.8 us, 4 warps with 32 keys 39.8; 64 x 2048: 42.1 and 44.2. 256: 70.7 and 81.1 (4 stages), 79.9 and 88.2.
-    # 64 is by analogy. 1 x 512 takes 7.3 us with parts of 64 keys, 8.7 us with 128 (an earlier kernel).
-    "hopper": {64: DecodeTiles(16, 64, 1, 3), 128: DecodeTiles(16, 64, 1, 3), 256: DecodeTiles(16, 64, 1, 3)},
+    # One warp a program: warps that share keys meet at barriers in every step. Stages of the Gluon kernel's ring: few
+    # serve a full GPU best. 16 query and 2 KV heads of 128, us with 2 / 3 / 4 / 6 stages: 16 x 8192 39.1 / 36.6 / 37.0
+    # / 37.6, 64 x 2048 37.8 / 38.1 / 40.6 / 41.1; of 256 with 2 / 3 / 4: 67.6 / 69.0 / 80.6 and 72.8 / 72.8 / 75.4. Few
+    # programs (1 x 8192, 16 heads of 128), 3 / 4 / 6: 22.0 / 20.8 / 20.6. A head_dim of 64 has no ring: none was timed.
+    # 1 x 512 takes 7.3 us with parts of 64 keys, 8.7 us with 128 (an earlier kernel).
+    "hopper": {
+        64: DecodeTiles(16, 64, 1, 3),
+        128: DecodeTiles(16, 64, 1, 3, ring_stages=3, few_ring_stages=6),
+        256: DecodeTiles(16, 64, 1, 3, ring_stages=3, few_ring_stages=3),
+    },
     "blackwell": {64: DecodeTiles(16, 64, 1, 3), 128: DecodeTiles(16, 64, 1, 3), 256: DecodeTiles(16, 64, 1, 3)},
     "interpreter": {64: DecodeTiles(32, 64, 4, 1), 128: DecodeTiles(32, 64, 4, 1), 256: DecodeTiles(32, 64, 4, 1)},
 }
-# Whoever asks for more splits than this has few programs on a GPU: each then needs more keys in flight.
-# 1 x 131072, 12 query and 2 KV heads, 128 splits: 42.5 us instead of 53.9 (128), 75.8 instead of 81.7 (256).
+# Whoever asks for more splits than this has few programs on a GPU, whose steps are then worth being long.
+# 1 x 131072, 16 query and 2 KV heads of 128, 128 splits: 37.2 us with 32 keys and 3 stages, 37.9 with 16 and 6.
 _FEW_SPLITS = 64
 _DECODE_HALF_MANY_SPLITS: dict[str, dict[int, DecodeTiles]] = {
-    "hopper": {64: DecodeTiles(64, 64, 4, 3), 128: DecodeTiles(64, 64, 4, 3), 256: DecodeTiles(16, 64, 1, 4)},
+    "hopper": {
+        64: DecodeTiles(64, 64, 4, 3),
+        128: DecodeTiles(32, 64, 1, 3, ring_stages=3, few_ring_stages=3),
+        256: DecodeTiles(16, 64, 1, 4, ring_stages=3, few_ring_stages=3),
+    },
     "blackwell": {64: DecodeTiles(64, 64, 4, 3), 128: DecodeTiles(64, 64, 4, 3), 256: DecodeTiles(16, 64, 1, 4)},
 }
 _DECODE_FP32 = {64: DecodeTiles(32, 128, 4, 1), 128: DecodeTiles(32, 128, 4, 1), 256: DecodeTiles(16, 128, 8, 1)}

@@ -1,4 +1,4 @@
-# mypy: disable-error-code="no-untyped-def"
+# mypy: disable-error-code="no-untyped-def, assignment"
 """Split-KV decode (Flash-Decoding): partial states of a row's parts, and their merge."""
 
 from __future__ import annotations
@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from tpoverlap.attention.triton.configs import FEW_PARTS, LONG_PART_KEYS
 from tpoverlap.attention.triton.device import (
     find_request,
     finish_rows,
@@ -16,9 +17,12 @@ from tpoverlap.attention.triton.device import (
     softmax_step,
 )
 
+_FEW_PARTS = tl.constexpr(FEW_PARTS)
+_LONG_PART_KEYS = tl.constexpr(LONG_PART_KEYS)
+
 
 @triton.jit
-def _visible_range(
+def visible_range(
     row,
     cu_seqlens_q,
     seq_lens,
@@ -35,12 +39,10 @@ def _visible_range(
     """Request, first key to read, past-the-last key, keys of a part, parts in use.
 
     The cut is a function of the row's own length, the window and NUM_SPLITS: equal parts, whole multiples of
-    PART_KEYS. Up to LONG_PART keys a part only FEW_PARTS are used: fewer starts and merges serve a full GPU better, and
-    more programs a short row little. A window starts at a multiple of BLOCK_N, so that no block of keys straddles cache
-    blocks that a multiple of it divides.
+    PART_KEYS; ``most_parts`` says how many there can be. A window starts at a multiple of BLOCK_N, so that no block of
+    keys straddles cache blocks that a multiple of it divides.
     """
-    LONG_PART: tl.constexpr = 256
-    FEW_PARTS: tl.constexpr = (NUM_SPLITS + 1) // 2 if NUM_SPLITS < 16 else 8
+    FEW: tl.constexpr = (NUM_SPLITS + 1) // 2 if NUM_SPLITS < 2 * _FEW_PARTS else _FEW_PARTS
     request = row
     if PREFILL_ROWS:
         request = find_request(cu_seqlens_q, requests, row, 1, 1)
@@ -56,21 +58,41 @@ def _visible_range(
     if WINDOW:
         begin = tl.maximum(length - window, 0) // BLOCK_N * BLOCK_N
     keys = length - begin
-    part = tl.maximum(tl.minimum(tl.cdiv(keys, FEW_PARTS), LONG_PART), tl.cdiv(keys, NUM_SPLITS))
+    part = tl.maximum(tl.minimum(tl.cdiv(keys, FEW), _LONG_PART_KEYS), tl.cdiv(keys, NUM_SPLITS))
     part = tl.cdiv(part, PART_KEYS) * PART_KEYS
     used = tl.cdiv(keys, tl.maximum(part, 1))
     return request, begin, length, part, used
 
 
 @triton.jit
-def _add_parts(
+def find_part(program, rows, KV_HEADS: tl.constexpr):
+    """Row, KV head and split of a program.
+
+    The split is outermost: programs of splits that short rows leave unused come last. Between the others they would
+    fill the multiprocessors unevenly. The KV head is innermost: neighbours read neighbouring memory.
+    """
+    return program // KV_HEADS % rows, program % KV_HEADS, program // KV_HEADS // rows
+
+
+@triton.jit
+def sum_of_halves(x):
+    """Sums of the rows of x, one half added to the other until one column is left.
+
+    Every sum has two terms, so the bits hang on no layout: kernels with the keys along either dimension have the same.
+    """
+    ROWS: tl.constexpr = x.shape[0]
+    # Up to 2^8 columns.
+    for _ in tl.static_range(8):
+        if x.shape[1] > 1:
+            x = tl.sum(tl.reshape(x, [ROWS, 2, x.shape[1] // 2]), 1)
+    return tl.reshape(x, [ROWS])
+
+
+@triton.jit
+def _load_parts(
     partial,
     first,
     used,
-    weights,
-    totals,
-    acc,
-    total,
     at,
     lanes,
     dims,
@@ -78,8 +100,8 @@ def _add_parts(
     HEAD_DIM: tl.constexpr,
     COUNT: tl.constexpr,
 ):
-    """Add the parts first .. first + COUNT - 1 to the merged state; their loads are in flight together."""
-    LANES: tl.constexpr = lanes.shape[0]
+    """The parts first .. first + COUNT - 1, whose loads are in flight together."""
+    parts = ()
     for i in tl.static_range(COUNT):
         split = first + i
         live = tl.where(split < used, lanes, HEADS) < HEADS
@@ -89,12 +111,20 @@ def _add_parts(
             other=0.0,
             cache_modifier=".cg",
         )
-        # Gathered as vectors: as a column a weight would go through shared memory to reach its rows.
-        column = tl.zeros([LANES, 1], tl.int32) + split
+        parts += (part,)
+    return parts
+
+
+@triton.jit
+def _add_parts(parts, first, weights, acc, COUNT: tl.constexpr):
+    """Add the parts first .. first + COUNT - 1 to the merged accumulator."""
+    LANES: tl.constexpr = acc.shape[0]
+    for i in tl.static_range(COUNT):
+        # Gathered as a vector: as a column a weight would go through shared memory to reach its row.
+        column = tl.zeros([LANES, 1], tl.int32) + first + i
         weight = tl.reshape(tl.gather(weights, column, 1), [LANES])
-        total = tl.fma(weight, tl.reshape(tl.gather(totals, column, 1), [LANES]), total)
-        acc = tl.fma(tl.broadcast_to(weight[:, None], part.shape), part, acc)
-    return acc, total
+        acc = tl.fma(tl.broadcast_to(weight[:, None], parts[i].shape), parts[i], acc)
+    return acc
 
 
 @triton.jit
@@ -118,9 +148,9 @@ def _merge_parts(
 ):
     """Merge DIMS dimensions of HEADS heads of a row, part by part in the order of their keys and by explicit FMAs.
 
-    ``state`` points to the peaks of the first head, its sums lie ``states`` further. The order makes the bits
-    independent of the launch that merges; UNROLL parts are loaded at a time. Loads bypass L1, which other programs'
-    writes do not reach.
+    ``state`` points to the peaks of the first head, its sums lie ``states`` further. The order, and that of the sums'
+    halves, make the bits independent of the launch that merges. UNROLL parts are loaded at a time, where that is all of
+    them beside their peaks and sums. Loads bypass L1, which other programs' writes do not reach.
     """
     SPLITS_PAD: tl.constexpr = triton.next_power_of_2(NUM_SPLITS)
     LANES: tl.constexpr = triton.next_power_of_2(HEADS)
@@ -130,6 +160,8 @@ def _merge_parts(
     valid = lanes < HEADS
     inside = valid[:, None] & (dims < HEAD_DIM)[None, :]
     at = lanes * NUM_SPLITS
+    if UNROLL >= NUM_SPLITS:
+        parts = _load_parts(partial, 0, used, at, lanes, dims, HEADS, HEAD_DIM, NUM_SPLITS)
     peaks = tl.load(
         state + at[:, None] + splits[None, :],
         mask=valid[:, None] & (splits < used)[None, :],
@@ -144,17 +176,14 @@ def _merge_parts(
     )
     peak = tl.max(peaks, 1)
     weights = tl.exp2(peaks - tl.where(peak == float("-inf"), 0.0, peak)[:, None])
+    total = sum_of_halves(weights * totals)
     acc = tl.zeros([LANES, DIMS], tl.float32)
-    total = tl.zeros([LANES], tl.float32)
     if UNROLL >= NUM_SPLITS:
-        acc, total = _add_parts(
-            partial, 0, used, weights, totals, acc, total, at, lanes, dims, HEADS, HEAD_DIM, NUM_SPLITS
-        )
+        acc = _add_parts(parts, 0, weights, acc, NUM_SPLITS)
     else:
         for first in tl.range(0, used, UNROLL):
-            acc, total = _add_parts(
-                partial, first, used, weights, totals, acc, total, at, lanes, dims, HEADS, HEAD_DIM, UNROLL
-            )
+            parts = _load_parts(partial, first, used, at, lanes, dims, HEADS, HEAD_DIM, UNROLL)
+            acc = _add_parts(parts, first, weights, acc, UNROLL)
     result, lse = finish_rows(acc, peak, total)
     tl.store(
         out_row + (head + lanes).to(tl.int64)[:, None] * out_head + dims.to(tl.int64)[None, :] * out_dim,
@@ -220,22 +249,19 @@ def decode_kernel(
 ):
     """One part of one row for all GROUP query heads of one KV head: the keys and values are read once.
 
-    Grid (rows * NUM_SPLITS * KV_HEADS), the KV head innermost: neighbours read neighbouring memory. ``partial`` holds
-    accumulators [rows, q_heads, NUM_SPLITS, HEAD_DIM], then peaks and sums [rows, q_heads, NUM_SPLITS] each. With MERGE
-    the program that finishes a row's last part merges it; ``counters`` [rows, KV_HEADS] are 0 before and after.
+    Grid (splits in use at most * rows * KV_HEADS), see ``find_part``. ``partial`` holds accumulators [rows, q_heads,
+    NUM_SPLITS, HEAD_DIM], then peaks and sums [rows, q_heads, NUM_SPLITS] each. With MERGE the program that finishes a
+    row's last part merges it; ``counters`` [rows, KV_HEADS] are 0 before and after.
 
     With DEPENDENT (programmatic dependent launch) programs are set up while the kernel before still runs, and touch
     memory once it has ended.
     """
+    local_row, kv_head, split = find_part(tl.program_id(0), rows, KV_HEADS)
+    row = first_row + local_row
     if DEPENDENT:
         gdc_wait()
         gdc_launch_dependents()
-    program = tl.program_id(0)
-    kv_head = program % KV_HEADS
-    split = program // KV_HEADS % NUM_SPLITS
-    local_row = program // (KV_HEADS * NUM_SPLITS)
-    row = first_row + local_row
-    request, first_key, length, part, used = _visible_range(
+    request, first_key, length, part, used = visible_range(
         row,
         cu_seqlens_q,
         seq_lens,
@@ -283,7 +309,8 @@ def decode_kernel(
         if SOFTCAP:
             scores = soft_capped(scores, tanh_factor, k.dtype == tl.float32)
         scores = tl.where(visible[None, :], scores, float("-inf"))
-        weights, decay, peak, total = softmax_step(scores, multiplier, peak, total)
+        weights, decay, peak, _ = softmax_step(scores, multiplier, peak, total)
+        total = tl.fma(total, decay, sum_of_halves(weights))
         v_keys = v_base + key_offsets(ids, key, num_blocks, v_block, v_row, BLOCK_SIZE, BLOCK_N)
         v = tl.load(v_keys[:, None] + dims[None, :] * v_dim, mask=inside_keys, other=0.0)
         acc = tl.dot(weights.to(v.dtype), v, acc * decay[:, None], input_precision="ieee")
@@ -362,7 +389,6 @@ def merge_kernel(
     STORE_LSE: tl.constexpr,
     PREFILL_ROWS: tl.constexpr,
     MERGE_DIMS: tl.constexpr,
-    UNROLL: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     """The merge as a launch of its own, for captured and long decodes. Grid (rows * q_heads * DIM // MERGE_DIMS).
@@ -378,7 +404,7 @@ def merge_kernel(
     head = tl.program_id(0) // CHUNKS % (KV_HEADS * GROUP)
     local_row = tl.program_id(0) // (CHUNKS * KV_HEADS * GROUP)
     row = first_row + local_row
-    _, _, _, _, used = _visible_range(
+    _, _, _, _, used = visible_range(
         row,
         cu_seqlens_q,
         seq_lens,
@@ -414,6 +440,6 @@ def merge_kernel(
         HEAD_DIM,
         MERGE_DIMS,
         NUM_SPLITS,
-        UNROLL,
+        NUM_SPLITS,
         STORE_LSE,
     )

@@ -12,13 +12,22 @@ _FIRST_TRITON, _LAST_TRITON = (3, 6), (3, 9)
 
 @functools.cache
 def hopper_prefill_available() -> bool:
+    return _available("tpoverlap.attention.triton.prefill_hopper")
+
+
+@functools.cache
+def hopper_decode_available() -> bool:
+    return _available("tpoverlap.attention.triton.decode_hopper")
+
+
+def _available(module: str) -> bool:
     import triton
 
     major, minor = triton.__version__.split(".")[:2]
     if not _FIRST_TRITON <= (int(major), int(minor)) <= _LAST_TRITON:
         return False
     try:
-        importlib.import_module("tpoverlap.attention.triton.prefill_hopper")
+        importlib.import_module(module)
     except (ImportError, AttributeError):
         return False
     return True
