@@ -36,7 +36,7 @@ def library(dtype: torch.dtype, layout: Blocks | Plan = SOME_ROWS, source: str |
 @functools.cache
 def _library(name: str, options: tuple[str, ...], source: str) -> ctypes.CDLL:
     entry = Path(__file__).with_name(f"emulated_{name}.cpp")
-    loaded = build(entry, f"{name}.cu", source, "-O1", *options)
+    loaded = build(entry, f"{name}.cu", source, "-O1", "-Wno-psabi", *options)
     arguments = small_batch_bulk.Arguments if name == "small_batch_bulk" else small_batch._Arguments
     assert loaded.arguments_size() == ctypes.sizeof(arguments)
     return loaded

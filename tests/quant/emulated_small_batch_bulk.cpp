@@ -1,5 +1,4 @@
 // Entry point of the emulation: launches of the kernel in small_batch_bulk.cu, see emulated_small_batch_bulk.h.
-#pragma GCC diagnostic ignored "-Wpsabi"
 #define TPOVERLAP_EMULATED_GPU "emulated_small_batch_bulk.h"
 #include "small_batch_bulk.cu"
 
