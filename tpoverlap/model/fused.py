@@ -143,7 +143,7 @@ def _norm_plan(
     values = (*outer_inner[0], *outer_inner[-1])
     rows_each = max(1, _NORM_ELEMENTS // block)
     launch = _norm_launch(device, dtype, size, max(heads, 1), values, adds, block, rows_each)
-    return _Plan(launch, (-(-rows // rows_each), 1), (rows, eps, *values))
+    return _Plan(launch, (-(-rows // rows_each), 1), (rows, float(eps), *values))
 
 
 @functools.lru_cache(_PLANS)

@@ -200,8 +200,8 @@ def _plan(
         states=(triton.cdiv(tokens, BLOCK), kv_heads, dim, dim),
         slices=dim // min(_SLICE, dim),
         scan_programs=triton.cdiv(dim * dim, _SCAN),
-        add_values=(tokens, eps, scale, *strides),
-        read_values=(tokens, eps, scale, *q_strides[:2], *strides),
+        add_values=(tokens, float(eps), scale, *strides),
+        read_values=(tokens, float(eps), scale, *q_strides[:2], *strides),
     )
 
 
