@@ -13,9 +13,13 @@ from tpoverlap.cuda.triton_available import triton_installed, triton_interpreted
 
 def triton_serves(tensor: torch.Tensor) -> bool:
     """True for CUDA tensors where Triton is installed, and for CPU tensors under Triton's interpreter."""
-    if not triton_installed():
-        return False
-    return tensor.is_cuda or (tensor.device.type == "cpu" and triton_interpreted())
+    return triton_installed() and (tensor.is_cuda or _interpreted_on(tensor.device.type))
+
+
+@functools.cache
+def _interpreted_on(device_type: str) -> bool:
+    # The environment takes as long to ask as an operator, and kernels that are imported no longer follow it.
+    return device_type == "cpu" and triton_interpreted()
 
 
 def on_device_of(tensor: torch.Tensor) -> AbstractContextManager[object]:
