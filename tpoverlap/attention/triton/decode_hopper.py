@@ -41,6 +41,23 @@ def _row_layout(dim):
     return gl.BlockedLayout([1, 8], [32 // lanes, lanes], [1, 1], [1, 0])
 
 
+@gluon.constexpr_function
+def _column_layout(dim):
+    """The same of columns."""
+    lanes = min(32, dim // 8)
+    return gl.BlockedLayout([8, 1], [lanes, 32 // lanes], [1, 1], [0, 1])
+
+
+@gluon.jit
+def _load_queries(q_row, q_head, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, DIM: gl.constexpr, LAYOUT: gl.constexpr):
+    """The queries of a KV head as columns [DIM, 8], zeros beyond them."""
+    dims = gl.arange(0, DIM, layout=gl.SliceLayout(1, LAYOUT))
+    heads = gl.arange(0, _HEADS, layout=gl.SliceLayout(0, LAYOUT))
+    pointers = q_row + heads.to(gl.int64)[None, :] * q_head + dims[:, None]
+    pointers = gl.max_contiguous(gl.multiple_of(pointers, [16, 2]), [8, 1])
+    return gl.load(pointers, mask=(dims < HEAD_DIM)[:, None] & (heads < GROUP)[None, :], other=0.0)
+
+
 @gluon.jit
 def _load_ids(table, table_column, key, end, lane, BLOCK_SIZE: gl.constexpr):
     """Block ids of the copies that begin at ``key``, one a lane; those past ``end`` are not read."""
@@ -176,6 +193,20 @@ def hopper_decode_kernel(
     if DEPENDENT:
         gdc_wait()
         gdc_launch_dependents()
+    head = kv_head * GROUP
+    element: gl.constexpr = q.dtype.element_ty
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, 1], [16, 8])
+    A: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
+    B: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
+    ROWS: gl.constexpr = _row_layout(DIM)
+    # Queries of wide heads do not fit the registers beside the accumulator: each step loads them from shared memory.
+    RELOAD: gl.constexpr = DIM > 128
+    # They are on their way while the length and then the block ids are.
+    q_row = q + row.to(gl.int64) * q_token + head.to(gl.int64) * q_head
+    if RELOAD:
+        queries = _load_queries(q_row, q_head, GROUP, HEAD_DIM, DIM, _column_layout(DIM))
+    else:
+        queries = _load_queries(q_row, q_head, GROUP, HEAD_DIM, DIM, B)
     request, first_key, length, part, used = _visible_range(
         row,
         cu_seqlens_q,
@@ -190,20 +221,13 @@ def hopper_decode_kernel(
         False,
         False,
     )
-    if split >= gl.maximum(used, 1):
+    begin = first_key + split * part
+    # As ``split >= max(used, 1)``, without the division that ``used`` takes.
+    if (split > 0) & (begin >= length):
         return
-    element: gl.constexpr = q.dtype.element_ty
-    MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, 1], [16, 8])
-    A: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
-    B: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
-    ROWS: gl.constexpr = _row_layout(DIM)
     SHARED: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
-    # Queries of wide heads do not fit the registers beside the accumulator: each step loads them again.
-    RELOAD: gl.constexpr = DIM > 128
     WHOLE: gl.constexpr = HEAD_DIM == DIM
 
-    head = kv_head * GROUP
-    begin = first_key + split * part
     end = gl.minimum(begin + part, length)
     table = block_table + request.to(gl.int64) * table_row
     lane = gl.arange(0, _IDS, layout=gl.BlockedLayout([1], [32], [1], [0]))
@@ -213,13 +237,6 @@ def hopper_decode_kernel(
     copied = gl.arange(0, _COPY_KEYS, layout=gl.SliceLayout(1, ROWS))
     dims = gl.arange(0, DIM, layout=gl.SliceLayout(0, ROWS))
     real = (dims < HEAD_DIM)[None, :]
-    q_row = q + row.to(gl.int64) * q_token + head.to(gl.int64) * q_head
-    q_pointers = q_row + copied.to(gl.int64)[:, None] * q_head + dims[None, :]
-    q_pointers = gl.max_contiguous(gl.multiple_of(q_pointers, [2, 16]), [1, 8])
-    queries = gl.load(q_pointers, mask=(copied < GROUP)[:, None] & real, other=0.0)
-    q_tile = gl.allocate_shared_memory(element, [_COPY_KEYS, DIM], SHARED, queries).slice(0, _HEADS).permute((1, 0))
-    q_columns = q_tile.load(B)
-
     tiles = (
         gl.allocate_shared_memory(element, [STAGES, BLOCK_N, DIM], SHARED),
         gl.allocate_shared_memory(element, [STAGES, BLOCK_N, DIM], SHARED),
@@ -251,9 +268,13 @@ def hopper_decode_kernel(
                     tiles,
                     BLOCK_SIZE,
                     c * _COPY_KEYS,
-                    False,
+                    WHOLE,
                 )
         async_copy.commit_group()
+    if RELOAD:
+        q_tile = gl.allocate_shared_memory(element, [_HEADS, DIM], SHARED, queries.permute((1, 0)))
+        q_tile = q_tile.permute((1, 0))
+        queries = q_tile.load(B)
 
     peak = gl.full([_HEADS], float("-inf"), gl.float32, layout=gl.SliceLayout(0, MMA))
     total = gl.zeros([_HEADS], gl.float32, layout=gl.SliceLayout(0, MMA))
@@ -295,8 +316,8 @@ def hopper_decode_kernel(
                 number += 1
         async_copy.commit_group()
         if RELOAD:
-            q_columns = q_tile.load(B)
-        scores = mma_v2(tiles[0].index(stage).load(A), q_columns, zeros)
+            queries = q_tile.load(B)
+        scores = mma_v2(tiles[0].index(stage).load(A), queries, zeros)
         scores = gl.where((first + step_keys < end)[:, None], scores, float("-inf"))
         # ``softmax_step`` along the other dimension; the sum adds halves, as ``sum_of_halves`` does, through lanes.
         new_peak = gl.maximum(peak, gl.max(scores, 0) * multiplier)
