@@ -54,6 +54,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
         return 1
 
     monkeypatch.setattr(kernels, "call", call)
+    monkeypatch.setattr(kernels, "bind_context", lambda ordinal: None)
     monkeypatch.setattr(kernels, "device_facts", lambda ordinal: DeviceFacts(ordinal, "", (9, 0), 132, 232_448, 0))
     monkeypatch.setattr(torch.cuda, "device", _on_device)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: _current_device[0])

@@ -96,6 +96,7 @@ def _random_batches(rank: int, batches: int) -> int:
         assert stats.num_collectives == LAYERS * stats.num_pieces
         for kind in ("compute", "communication"):
             spans = sorted((i.start_s, i.end_s) for i in stats.intervals if i.kind == kind)
+            assert all(start_s <= end_s + 1e-6 for start_s, end_s in spans), kind
             assert all(a[1] <= b[0] + 1e-6 for a, b in itertools.pairwise(spans)), kind
         executor.close()
     group.destroy()
@@ -160,6 +161,24 @@ def test_nothing_on_the_lane_of_two_ranks_needs_a_multiprocessor() -> None:
     assert min(run_ranks(_operations_of_the_lane, 4)) > 0  # what the count would show
 
 
+def _moments_of_collectives_that_pass_each_other(rank: int) -> None:
+    SimulatedGpu(rank, pause_s=2e-3)
+    lane = CudaCommLane(torch.device("cuda", 0))
+    lane.begin_run()
+    ready = lane.now()
+    pending = [lane.submit(lambda: None, ready, lambda: False) for _ in range(40)]
+    own = [lane.seconds(one._event) for one in pending]
+    assert any(first > second for first, second in itertools.pairwise(own))  # what this is about
+    spans = [(lane.seconds(one.start), lane.seconds(one.end)) for one in pending]
+    assert all(start_s <= end_s for start_s, end_s in spans)
+    assert all(first[1] <= second[0] for first, second in itertools.pairwise(spans))
+    lane.close()
+
+
+def test_collectives_whose_events_pass_each_other_end_in_their_order() -> None:
+    run_ranks(_moments_of_collectives_that_pass_each_other, 1)
+
+
 # What the simulation would show
 
 
@@ -171,7 +190,7 @@ def _without_wait_for_compute(lane: CudaCommLane, launch: Callable[[], Any], rea
     lane._streams = lane._streams[::-1]
     with torch.cuda.stream(lane._streams[0]):
         result = launch()
-    return CudaPending(lane, launch, result, ready, lane._record(lane._streams[0]))
+    return CudaPending(lane, launch, result, ready, (lane._record(lane._streams[0]),))
 
 
 PLANTED: dict[str, tuple[type, str, Callable[..., Any]]] = {

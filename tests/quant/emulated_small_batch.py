@@ -67,7 +67,13 @@ def linear(
 
 
 def _tensor_map(
-    address: int, sizes: Sequence[int], strides: Sequence[int], box: Sequence[int], *, swizzle_128: bool = False
+    ordinal: int | None,
+    address: int,
+    sizes: Sequence[int],
+    strides: Sequence[int],
+    box: Sequence[int],
+    *,
+    swizzle_128: bool = False,
 ) -> ctypes.Array[ctypes.c_uint64]:
     """In place of :func:`tpoverlap.cuda.tensor_map.tensor_map`: see emulated_small_batch_bulk.h."""
     assert address % 16 == 0

@@ -1,4 +1,4 @@
-"""Facts of a CUDA device, read from the driver without creating a context."""
+"""Facts of a CUDA device, read from the driver without creating a context, and a thread's context."""
 
 from __future__ import annotations
 
@@ -28,6 +28,13 @@ def device_count() -> int:
         return int(call("cuDeviceGetCount"))
     except (CudaDriverError, UnsupportedError):
         return 0
+
+
+def bind_context(ordinal: int) -> None:
+    """Gives the calling thread the primary context of torch's current device, ``ordinal``, where it has none: torch
+    binds one at the thread's first call of the runtime, which may be still to come."""
+    if not int(call("cuCtxGetCurrent")):
+        call("cuCtxSetCurrent", call("cuDevicePrimaryCtxRetain", call("cuDeviceGet", ordinal)))
 
 
 @functools.cache

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from tpoverlap.cuda.device import DeviceFacts, device_facts
+from tpoverlap.cuda.device import DeviceFacts, bind_context, device_facts
 from tpoverlap.cuda.driver import CudaDriverError, call, driver
 from tpoverlap.errors import UnsupportedError
 
@@ -46,7 +46,7 @@ class Kernel:
         self._programmatic = programmatic
         self._configs: dict[tuple[tuple[int, int, int], int], Any] = {}
         with torch.cuda.device(ordinal), _capture_tolerated():
-            self._bind_context()
+            bind_context(self._ordinal)
             library = _load_library(image, name, facts)
             kernel = call("cuLibraryGetKernel", library, name.encode())
             if shared_bytes:
@@ -73,7 +73,7 @@ class Kernel:
 
     def _start(self, grid: tuple[int, int, int], parameters: int) -> None:
         """Launch on the device, which is the current one."""
-        self._bind_context()
+        bind_context(self._ordinal)
         stream = torch._C._cuda_getCurrentRawStream(self._ordinal)
         if self._programmatic:
             call("cuLaunchKernelEx", self._config(grid, stream), self._function, parameters, 0)
@@ -96,12 +96,6 @@ class Kernel:
         config.numAttrs = 1
         self._configs[grid, stream] = config
         return config
-
-    def _bind_context(self) -> None:
-        # torch binds a thread's primary context at its first runtime call, which may be still to come.
-        if not int(call("cuCtxGetCurrent")):
-            device = call("cuDeviceGet", self._ordinal)
-            call("cuCtxSetCurrent", call("cuDevicePrimaryCtxRetain", device))
 
 
 def _load_library(image: bytes, name: str, facts: DeviceFacts) -> Any:

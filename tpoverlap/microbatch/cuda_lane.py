@@ -20,16 +20,23 @@ class CudaPending:
     """A collective that has been issued. What it reads and writes is referenced until compute has waited for it."""
 
     def __init__(
-        self, lane: CudaCommLane, launch: Callable[[], Any], result: Any, start: Stamp, end: torch.cuda.Event
+        self,
+        lane: CudaCommLane,
+        launch: Callable[[], Any],
+        result: Any,
+        start: Stamp,
+        ends: tuple[torch.cuda.Event, ...],
     ) -> None:
+        """ends: of this collective, behind that of the one before where there is one."""
         self._lane = lane
         self._held: tuple[Any, ...] = (launch, result)
+        self._event = ends[-1]
         self.start = start
-        self.end = end
+        self.end: Stamp = ends
 
     def result(self) -> Any:
         # What the allocator hands out again after this line is used behind the wait.
-        self._lane.compute_stream().wait_event(self.end)
+        self._lane.compute_stream().wait_event(self._event)
         _, result = self._held
         self._held = ()
         return result
@@ -51,7 +58,8 @@ class CudaCommLane:
         self._compute: torch.cuda.Stream | None = None
         self._free: list[torch.cuda.Event] = []
         self._used: list[torch.cuda.Event] = []
-        self._last_end: torch.cuda.Event | None = None
+        # Of the last two collectives: the last ones of both streams.
+        self._ends: tuple[torch.cuda.Event, ...] = ()
         torch.cuda.synchronize(device)
         # An event with its moment on the host's clock, and the present run's first one, whose moment is not known yet.
         self._origin = torch.cuda.Event(enable_timing=True)
@@ -63,7 +71,7 @@ class CudaCommLane:
     def begin_run(self) -> None:
         self._free += self._used
         self._used = []
-        self._last_end = None
+        self._ends = ()
         self._first = None
         self._has_first = False
 
@@ -77,11 +85,11 @@ class CudaCommLane:
             result = launch()
         finally:
             torch.cuda.set_stream(compute)
-        # Nothing else runs on the streams, and collectives end in their order: what one takes begins when it is
-        # ready and the one before has ended.
-        start = (ready,) if self._last_end is None else (ready, self._last_end)
-        end = self._last_end = self._record(stream)
-        return CudaPending(self, launch, result, start, end)
+        # Nothing else runs on the streams, and collectives end in their order: what one takes begins when it is ready
+        # and the one before has ended. Of short ones the events may pass each other: an end is that of both streams.
+        start = (ready, *self._ends)
+        self._ends = (*self._ends[-1:], self._record(stream))
+        return CudaPending(self, launch, result, start, self._ends)
 
     def now(self) -> torch.cuda.Event:
         return self._record(self.compute_stream())

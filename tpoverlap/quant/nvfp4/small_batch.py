@@ -144,7 +144,7 @@ def linear(x: torch.Tensor, weight: NVFP4Tensor, bias: torch.Tensor | None = Non
     )
     arguments: ctypes.Structure
     if isinstance(layout, Plan):
-        maps = small_batch_bulk.tensor_maps(codes, scales, n, k)
+        maps = small_batch_bulk.tensor_maps(x.device.index, codes, scales, n, k)
         arguments = small_batch_bulk.Arguments(*maps, *common, layout.block_rows, layout.slots)
     else:
         arguments = _Arguments(codes, scales, *common)

@@ -91,12 +91,14 @@ def plan_for(n: int, k: int, facts: DeviceFacts) -> Plan | None:
 
 @functools.lru_cache(maxsize=4096)
 def tensor_maps(
-    codes: int, scales: int, n: int, k: int
+    ordinal: int, codes: int, scales: int, n: int, k: int
 ) -> tuple[ctypes.Array[ctypes.c_uint64], ctypes.Array[ctypes.c_uint64]]:
-    """Of the codes and scales of a weight [n, k] at these addresses. Kept: to make them takes longer than a launch."""
+    """Of the codes and scales of a weight [n, k] at these addresses of a device. Kept: to make them takes longer than a
+    launch."""
     half, row = k // 4, k // 2  # bytes of codes
     pairs = WARPS // 2  # of steps, 128 bytes each
+    boxes = (128, TILE_ROWS, pairs, 1), (16 * pairs, TILE_ROWS, 1)
     return (
-        tensor_map(codes, (128, n, half // 128, 2), (row, 128, half), (128, TILE_ROWS, pairs, 1), swizzle_128=True),
-        tensor_map(scales, (half // 8, n, 2), (row // 8, half // 8), (16 * pairs, TILE_ROWS, 1)),
+        tensor_map(ordinal, codes, (128, n, half // 128, 2), (row, 128, half), boxes[0], swizzle_128=True),
+        tensor_map(ordinal, scales, (half // 8, n, 2), (row // 8, half // 8), boxes[1]),
     )
