@@ -390,7 +390,7 @@ def _driver_calls(rank: int, num_bytes: int) -> int:
     return calls
 
 
-@pytest.mark.parametrize(("num_bytes", "pieces"), [(1 << 20, 1), (8_192_000, 3), (16 << 20, 4)])
+@pytest.mark.parametrize(("num_bytes", "pieces"), [(512 << 10, 1), (1 << 20, 2), (8_192_000, 3), (16 << 20, 4)])
 def test_a_call_makes_no_more_calls_of_the_driver_than_it_needs(num_bytes: int, pieces: int) -> None:
     """A piece: two copies, a write and a wait. Around them: three calls to begin, four to end, a wait and a write."""
     assert set(run_ranks(_driver_calls, 2, num_bytes)) == {4 * pieces + 9}
