@@ -50,7 +50,7 @@ from prefill_trials import BLOCK_SIZE, TOLERANCE, PrefillTrials, Prompt, sample
 from synthetic_decoder import SHAPES, SyntheticShape
 
 from tpoverlap.errors import TpOverlapError
-from tpoverlap.trace import Timeline
+from tpoverlap.trace import Timeline, write_chrome
 
 _LONG = 64_000
 """Prompts from here on are timed once by default."""
@@ -217,7 +217,7 @@ def write_trace(path: Path, trials: PrefillTrials, arms: Sequence[PrefillArm], p
         title = f"{chunk.num_tokens} tokens behind {chunk.seq_lens[0] - chunk.num_tokens}: " + ", then ".join(
             arm.name for arm in shown
         )
-        Timeline.from_runs(ranks, title=title).write_chrome(path)  # type: ignore[arg-type]
+        write_chrome(Timeline.from_runs(ranks, title=title), path)  # type: ignore[arg-type]
 
 
 def report(options: Options, found: Findings) -> int:

@@ -14,7 +14,7 @@ from prefill_setup import Found, output_files
 
 from tpoverlap.errors import ConfigError
 from tpoverlap.microbatch import RunStats
-from tpoverlap.trace import Timeline
+from tpoverlap.trace import Timeline, write_chrome, write_html, write_png
 
 # Columns where the output is no terminal: wide enough that no cell is broken.
 _WIDTH = 160
@@ -170,12 +170,12 @@ def _write_timeline(reports: Sequence[PassReport], title: str, emulated: bool, p
     ]
     timeline = Timeline.from_runs(runs, title=title, emulated=emulated)
     html, png = output_files(prefix, None)
-    writers = {html: timeline.write_html, png: timeline.write_png}
+    writers = {html: write_html, png: write_png}
     if trace is not None:
-        writers[trace] = timeline.write_chrome
+        writers[trace] = write_chrome
     for path, write in writers.items():
         try:
-            write(path)
+            write(timeline, path)
         except OSError as error:
             raise ConfigError(f"{path} cannot be written ({error.strerror or error}): give another path") from None
     return f"timeline: {html}, {png}" + (f"; Chrome trace: {trace}" if trace is not None else "")

@@ -6,6 +6,7 @@ import itertools
 import random
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,11 +15,11 @@ from hypothesis import strategies as st
 from two_rank_example import simulate_run, two_rank_example
 
 from tpoverlap.microbatch.stats import Interval, RunStats
-from tpoverlap.trace import Timeline
+from tpoverlap.trace import Timeline, write_chrome, write_html, write_png
 from tpoverlap.trace.lanes import pack
 from tpoverlap.trace.timeline import duration
 
-WRITERS = ["write_html", "write_png", "write_chrome"]
+WRITERS = [write_html, write_png, write_chrome]
 
 
 def run_of(*intervals: Interval, tokens: tuple[int, ...] = (8,), wall_s: float = 0.0) -> RunStats:
@@ -82,14 +83,14 @@ def test_one_rank_without_collectives_is_drawn_and_says_so(tmp_path: Path) -> No
     assert timeline.summary_line(0).endswith("exposed 0.00 us, no communication")
     assert timeline.window() is None
     for writer in WRITERS:
-        getattr(timeline, writer)(tmp_path / writer)
-        assert (tmp_path / writer).stat().st_size > 500
+        writer(timeline, tmp_path / writer.__name__)
+        assert (tmp_path / writer.__name__).stat().st_size > 500
 
 
 def test_a_timeline_of_no_length_is_drawn(tmp_path: Path) -> None:
     timeline = Timeline.from_runs([(0, [run_of(Interval("compute", 0, "forward", 4.0, 4.0))])], title="instant")
     for writer in WRITERS:
-        getattr(timeline, writer)(tmp_path / writer)
+        writer(timeline, tmp_path / writer.__name__)
 
 
 def test_whole_runs_name_their_lane_and_reason() -> None:
@@ -164,10 +165,10 @@ def test_unknown_rank_is_refused() -> None:
 
 @pytest.mark.parametrize("writer", WRITERS)
 @pytest.mark.parametrize("path", ["missing/folder/out", "", "/dev/full"])
-def test_write_failures_are_os_errors(writer: str, path: str, tmp_path: Path) -> None:
+def test_write_failures_are_os_errors(writer: Callable[[Timeline, Path], None], path: str, tmp_path: Path) -> None:
     timeline = Timeline.from_runs(two_rank_example(0, num_layers=1), title="t")
     with pytest.raises(OSError):
-        getattr(timeline, writer)(tmp_path / path)
+        writer(timeline, tmp_path / path)
 
 
 @given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 8)), max_size=20))

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tpoverlap.trace.lanes import Bar, pack
-
-if TYPE_CHECKING:
-    from tpoverlap.trace.timeline import Timeline
+from tpoverlap.trace.timeline import Timeline
 
 # Thread numbers of a lane's tracks: overlapping events of one thread must nest, so each further track is a thread.
 _TRACKS_PER_LANE = 1000

@@ -12,13 +12,12 @@ from tpoverlap.microbatch.stats import Interval
 from tpoverlap.trace.exposed import Span
 from tpoverlap.trace.lanes import Lane, RankLanes, pack
 from tpoverlap.trace.palette import EXPOSED, HANDOVER, ink_on_piece, piece_colour
+from tpoverlap.trace.timeline import Timeline
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
-
-    from tpoverlap.trace.timeline import Timeline
 
 # Inches, except where a name says otherwise. Lanes are one unit of the y axis apart.
 _WIDTH, _DPI = 12.0, 150

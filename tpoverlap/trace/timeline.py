@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -115,27 +114,6 @@ class Timeline:
             f"communication {duration(summary.communication_s)}, exposed {duration(summary.exposed_s)}, {hidden}"
         )
 
-    def write_html(self, path: str | os.PathLike[str]) -> None:
-        """One self-contained page that opens from disk. OSError where it cannot be written."""
-        from tpoverlap.trace.html_report import render_html
-
-        _write(path, render_html(self).encode())
-
-    def write_png(self, path: str | os.PathLike[str]) -> None:
-        """A picture of the whole run and of a few of its layers.
-
-        Needs matplotlib (UnsupportedError where it is missing). OSError where the file cannot be written.
-        """
-        from tpoverlap.trace.png_report import render_png
-
-        _write(path, render_png(self))
-
-    def write_chrome(self, path: str | os.PathLike[str]) -> None:
-        """Chrome trace event JSON, which Perfetto opens. OSError where it cannot be written."""
-        from tpoverlap.trace.chrome import render_chrome
-
-        _write(path, render_chrome(self).encode())
-
     def _lanes(self, rank: int) -> RankLanes:
         for lanes in self.ranks:
             if lanes.rank == rank:
@@ -151,8 +129,3 @@ def duration(seconds: float) -> str:
     value = seconds * scale
     decimals = 2 if value < 9.995 else 1 if value < 99.95 else 0
     return f"{value:.{decimals}f} {unit}"
-
-
-def _write(path: str | os.PathLike[str], content: bytes) -> None:
-    with open(path, "wb") as file:
-        file.write(content)
