@@ -21,6 +21,7 @@ from sums import expected_sum, inputs
 
 from tpoverlap.comm import GroupCoordinator
 from tpoverlap.comm.captured import CapturedCopyEngineProvider
+from tpoverlap.comm.copy_engine import CopyEngineProvider
 from tpoverlap.cuda.driver import CudaDriverError
 from tpoverlap.cuda.streams import StreamCalls
 from tpoverlap.errors import CollectiveAbortedError, CollectiveMismatchError, TpOverlapError
@@ -96,6 +97,34 @@ def _random_errors(rank: int, cases: int) -> None:
 @pytest.mark.parametrize(("n", "cases"), [(2, 25), (3, 12)])
 def test_a_failing_call_raises_on_every_rank_and_reset_mends_it(n: int, cases: int) -> None:
     run_ranks(_random_errors, n, cases, timeout_s=100)
+
+
+def _memory_of_a_failed_call(rank: int) -> None:
+    gpu = SimulatedGpu(rank)
+    group = gpu.group(copy_engine_max_bytes=SLOT)
+    x = torch.ones(2 * SLOT // 4)
+    out = torch.zeros_like(x)
+    if rank == 0:
+        provider = group._choose("all_reduce", x)
+        assert isinstance(provider, CopyEngineProvider)
+        held_up, uploads = threading.Event(), itertools.count()
+        gpu._streams[provider._segment.down].put(held_up.wait)
+        with gpu.computing():
+            gpu.fails = lambda name: name == "cuMemcpyDtoHAsync" and next(uploads) == 1  # of the second operation
+            with pytest.raises(CudaDriverError):
+                group.all_reduce(x, out=out)
+            gpu.fails = lambda name: False
+            out.fill_(7.0)  # its next use
+        time.sleep(0.1)
+        held_up.set()
+        torch.cuda.synchronize()
+        assert bool((out == 7.0).all())
+    dist.barrier()
+    group.destroy()
+
+
+def test_no_download_of_a_failed_call_comes_after_what_the_stream_is_given_next() -> None:
+    run_ranks(_memory_of_a_failed_call, 2)
 
 
 def _threads() -> list[str]:

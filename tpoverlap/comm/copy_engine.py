@@ -211,14 +211,17 @@ class CopyEngineProvider:
         own_slots, peer_slots = self._slots[rank], self._slots[1 - rank]
         published, theirs = region.published_address[rank], region.published_address[1 - rank]
         consumed, theirs_consumed = region.consumed_address[rank], region.consumed_address[1 - rank]
-        for chunk in chunks:
-            number, base, slot = region.next_operation(len(chunk.pieces), NUM_SLOTS)
-            calls.wait_at_least(up, theirs_consumed, (number - NUM_SLOTS) & MASK)
-            calls.upload(up, source + chunk.begin, own_slots[slot], chunk.pieces, published, base)
-            calls.download(down, target + chunk.begin, peer_slots[slot], chunk.pieces, theirs, base)
-            calls.write(down, consumed, number)
-        calls.order(current, event, up)
-        calls.order(current, event, down)
+        try:
+            for chunk in chunks:
+                number, base, slot = region.next_operation(len(chunk.pieces), NUM_SLOTS)
+                calls.wait_at_least(up, theirs_consumed, (number - NUM_SLOTS) & MASK)
+                calls.upload(up, source + chunk.begin, own_slots[slot], chunk.pieces, published, base)
+                calls.download(down, target + chunk.begin, peer_slots[slot], chunk.pieces, theirs, base)
+                calls.write(down, consumed, number)
+        finally:
+            # Where a call failed, too: the target's memory may get another use on the current stream.
+            calls.order(current, event, down)
+            calls.order(current, event, up)
 
     def _two_shots(self, x: torch.Tensor, out: torch.Tensor) -> None:
         """More ranks: each adds its own shard of all, then reads the others' sums."""
