@@ -13,6 +13,9 @@ from tpoverlap.cuda.device import DeviceFacts, bind_context, device_facts
 from tpoverlap.cuda.driver import CudaDriverError, call, driver
 from tpoverlap.errors import UnsupportedError
 
+# Of a kernel, kept; streams and grids come and go.
+_MAX_CONFIGS = 4096
+
 
 class Kernel:
     """One kernel of a cubin or PTX image, ready on one device.
@@ -94,6 +97,8 @@ class Kernel:
         attribute.value.programmaticStreamSerializationAllowed = 1
         config.attrs = [attribute]
         config.numAttrs = 1
+        if len(self._configs) >= _MAX_CONFIGS:
+            self._configs.clear()
         self._configs[grid, stream] = config
         return config
 
