@@ -6,7 +6,21 @@ from pathlib import Path
 
 import pytest
 
-from tpoverlap.microbatch.cpu_choice import choose_cpu, parse_cpu_list
+from tpoverlap.microbatch import cpu_choice
+from tpoverlap.microbatch.cpu_choice import parse_cpu_list
+
+
+def choose_cpu(allowed: set[int], address: str, rank: int, pci: Path, cpus: Path | None = None) -> int | None:
+    return cpu_choice.choose_cpu(allowed, address, rank, pci, cpus or pci / "no cpus")
+
+
+def add_cores(folder: Path, *cores: str) -> Path:
+    for core in cores:
+        for cpu in parse_cpu_list(core):
+            topology = folder / f"cpu{cpu}" / "topology"
+            topology.mkdir(parents=True)
+            (topology / "thread_siblings_list").write_text(core + "\n")
+    return folder
 
 
 def add(pci: Path, address: str, *, vendor: str = "0x10de", kind: str = "0x030200", cpus: str | None = "0-7") -> str:
@@ -61,3 +75,30 @@ def test_only_cpus_of_the_process_are_taken(tmp_path: Path) -> None:
 def test_gpus_are_spread_where_the_system_does_not_tell_what_is_near(tmp_path: Path) -> None:
     gpus = [add(tmp_path, f"0000:{bus}:00.0", cpus=None) for bus in (20, 30)]
     assert {choose_cpu({1, 2}, gpu, rank, tmp_path) for rank, gpu in enumerate(gpus)} == {1, 2}
+
+
+@pytest.mark.parametrize("neighbours", [True, False])
+def test_gpus_and_ranks_have_cores_of_their_own_and_leave_the_first_one(tmp_path: Path, neighbours: bool) -> None:
+    """Two GPUs, eight cores of two CPUs, whose numbers follow each other or lie apart."""
+    pairs = [(2 * i, 2 * i + 1) if neighbours else (i, i + 8) for i in range(8)]
+    cpus = add_cores(tmp_path / "cpu", *(f"{a},{b}" for a, b in pairs))
+    core_of = {cpu: pair for pair in pairs for cpu in pair}
+    gpus = [add(tmp_path, f"0000:{bus}:00.0", cpus="0-15") for bus in (20, 30)]
+    chosen = [choose_cpu(set(range(16)), gpu, rank, tmp_path, cpus) for rank, gpu in enumerate(gpus)]
+    assert len({core_of[cpu] for cpu in chosen if cpu is not None} | {core_of[0]}) == 3
+    shared = [choose_cpu(set(range(16)), gpus[0], rank, tmp_path, cpus) for rank in range(8)]
+    assert len({core_of[cpu] for cpu in shared[:4] if cpu is not None}) == 4
+    assert len(set(shared)) == 8
+
+
+def test_fewer_cores_than_gpus_are_shared_by_cpu(tmp_path: Path) -> None:
+    cpus = add_cores(tmp_path / "cpu", "0-1", "2-3")
+    gpus = [add(tmp_path, f"0000:{bus}:00.0", cpus="0-3") for bus in (20, 30, 40)]
+    chosen = [choose_cpu(set(range(4)), gpu, rank, tmp_path, cpus) for rank, gpu in enumerate(gpus)]
+    assert len(set(chosen)) == 3
+
+
+def test_siblings_that_the_process_may_not_use_do_not_count(tmp_path: Path) -> None:
+    cpus = add_cores(tmp_path / "cpu", "0,4", "1,5", "2,6", "3,7")
+    gpu = add(tmp_path, "0000:20:00.0", cpus="0-7")
+    assert {choose_cpu({4, 5, 6, 7}, gpu, rank, tmp_path, cpus) for rank in range(4)} == {4, 5, 6, 7}

@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
-_PCI = Path("/sys/bus/pci/devices")
+_PCI, _CPUS = Path("/sys/bus/pci/devices"), Path("/sys/devices/system/cpu")
 _NVIDIA, _DISPLAY_CLASS = "0x10de", "0x03"
 
 
 def cpu_for(device: torch.device, rank: int) -> int | None:
     """A CPU that this process may use: near the device, and another one for each of the box's GPUs and for ranks that
-    share one. None where there are too few for that.
+    share one, of another core while there are enough. None where there are too few CPUs for that.
 
     rank: of the group. Where the system does not tell what is near, ranks are spread over all CPUs that the process may
     use.
@@ -23,15 +23,15 @@ def cpu_for(device: torch.device, rank: int) -> int | None:
     address = ""
     if hasattr(properties, "pci_bus_id"):
         address = f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
-    return choose_cpu(os.sched_getaffinity(os.getpid()), address, rank, _PCI)
+    return choose_cpu(os.sched_getaffinity(os.getpid()), address, rank, _PCI, _CPUS)
 
 
-def choose_cpu(allowed: set[int], address: str, rank: int, pci: Path) -> int | None:
-    """address: of the device, as in ``pci``, the folder where the system lists PCI devices. Each GPU has a stretch of
-    the CPUs near it for itself."""
+def choose_cpu(allowed: set[int], address: str, rank: int, pci: Path, cpu_folder: Path) -> int | None:
+    """address: of the device, as in ``pci``, the folder where the system lists PCI devices; ``cpu_folder``: that of its
+    CPUs. Each GPU has a stretch of the cores near it for itself, or of their CPUs where there are fewer cores."""
     local = _read(pci / address / "local_cpulist") if address else ""
     near = allowed & parse_cpu_list(local)
-    cpus = sorted(near or allowed)
+    cpus = near or allowed
     gpus = sorted(
         folder.name
         for folder in (pci.iterdir() if pci.is_dir() else ())
@@ -40,11 +40,27 @@ def choose_cpu(allowed: set[int], address: str, rank: int, pci: Path) -> int | N
         and (not near or _read(folder / "local_cpulist") == local)
     )
     place, sharers = (gpus.index(address), len(gpus)) if address in gpus else (0, 1)
-    stretch = len(cpus) // sharers
+    cores = _cores(cpus, cpu_folder)
+    if len(cores) < sharers:
+        cores = [[cpu] for cpu in sorted(cpus)]
+    stretch = len(cores) // sharers
     if stretch == 0:
         return None
+    own = cores[place * stretch : (place + 1) * stretch]
+    # CPUs of one core slow each other down, so a second one of a core comes after all firsts.
+    candidates = [core[i] for i in range(max(map(len, own))) for core in own if i < len(core)]
     # One further than the first of all: that CPU often serves the system's interrupts.
-    return cpus[place * stretch + (rank + 1) % stretch]
+    return candidates[(rank + 1) % len(candidates)]
+
+
+def _cores(cpus: set[int], cpu_folder: Path) -> list[list[int]]:
+    """The CPUs of each core, in order; a core each where the system does not tell."""
+    cores = {}
+    for cpu in cpus:
+        siblings = parse_cpu_list(_read(cpu_folder / f"cpu{cpu}" / "topology" / "thread_siblings_list"))
+        core = sorted(cpus & siblings) if cpu in siblings else [cpu]
+        cores[core[0]] = core
+    return [cores[first] for first in sorted(cores)]
 
 
 def parse_cpu_list(text: str) -> set[int]:
