@@ -8,9 +8,7 @@ output projection is cut along the vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +16,7 @@ from torch import nn
 
 from tpoverlap.microbatch.batch import Batch
 from tpoverlap.model.config import DecoderConfig
-from tpoverlap.model.layers import Attention, DecoderLayer, Group, RMSNorm
+from tpoverlap.model.layers import Attention, DecoderLayer, Group, RMSNorm, is_as_made, norm_of_sum
 from tpoverlap.model.metadata import AttentionMetadata, StateSlots
 from tpoverlap.model.sharding import RangeShard
 from tpoverlap.model.token_mixer import TokenMixer, blocks_per_state
@@ -116,13 +114,13 @@ class Decoder(nn.Module):
         angles = batch.positions.float()[:, None] * self.rope_inv_freq
         rotary = angles.cos().to(self.dtype), angles.sin().to(self.dtype)
         metadata = metadata or self.metadata(batch)
-        layers: Sequence[Any] = list(self.layers)
-        norms = [*(layer.input_norm for layer in layers), self.norm]
-        normed = norms[0](hidden)
-        for layer, next_norm in zip(layers, norms[1:], strict=True):
-            hidden, update = layer.without_last_sum(hidden, normed, rotary, metadata)
-            hidden, normed = next_norm.of_sum(hidden, update)
-        return normed
+        update: torch.Tensor | None = None
+        for layer in self.layers:
+            if isinstance(layer, DecoderLayer) and is_as_made(layer, DecoderLayer):
+                hidden, update = layer.without_last_sum(hidden, update, rotary, metadata)
+            else:
+                hidden, update = layer(hidden if update is None else hidden + update, rotary, metadata), None
+        return self.norm(hidden) if update is None else norm_of_sum(self.norm, hidden, update)[1]
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -6,6 +6,7 @@ from typing import Protocol
 
 import torch
 from torch import nn
+from torch.nn.modules.module import _has_any_global_hook
 
 from tpoverlap.attention import allocate_kv_cache, decode_splits, paged_decode, paged_prefill, write_kv
 from tpoverlap.model.fused import add_rms_norm, rms_norm, sigmoid_mul, silu_mul
@@ -40,14 +41,19 @@ class DecoderLayer(nn.Module):
         self.mlp = mlp
 
     def forward(self, hidden: torch.Tensor, rotary: Rotary, metadata: AttentionMetadata) -> torch.Tensor:
-        hidden, update = self.without_last_sum(hidden, self.input_norm(hidden), rotary, metadata)
+        hidden, update = self.without_last_sum(hidden, None, rotary, metadata)
         return hidden + update
 
     def without_last_sum(
-        self, hidden: torch.Tensor, normed: torch.Tensor, rotary: Rotary, metadata: AttentionMetadata
+        self, hidden: torch.Tensor, update: torch.Tensor | None, rotary: Rotary, metadata: AttentionMetadata
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Two tensors whose sum is the layer's result, for whoever norms that sum. normed: ``input_norm(hidden)``."""
-        hidden, normed = self.post_attention_norm.of_sum(hidden, self.attention(normed, rotary, metadata))
+        """The layer of ``hidden`` + ``update`` (None: nothing to add), as two tensors whose sum is the result: whoever
+        norms that sum makes it on the way."""
+        if update is None:
+            normed = self.input_norm(hidden)
+        else:
+            hidden, normed = norm_of_sum(self.input_norm, hidden, update)
+        hidden, normed = norm_of_sum(self.post_attention_norm, hidden, self.attention(normed, rotary, metadata))
         return hidden, self.mlp(normed)
 
 
@@ -171,6 +177,24 @@ class RMSNorm(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return rms_norm(x, self.weight, self.eps)
 
-    def of_sum(self, x: torch.Tensor, update: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """x + update, and the norm of it."""
-        return add_rms_norm(x, update, self.weight, self.eps)
+
+def norm_of_sum(norm: nn.Module, x: torch.Tensor, update: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """x + update and the norm of it, together where the norm is an RMSNorm as it was made."""
+    if isinstance(norm, RMSNorm) and is_as_made(norm, RMSNorm):
+        return add_rms_norm(x, update, norm.weight, norm.eps)
+    total = x + update
+    return total, norm(total)
+
+
+def is_as_made(module: nn.Module, kind: type[nn.Module]) -> bool:
+    """Whether calling the module would run ``kind.forward`` and nothing else: no forward hooks, no other class, nothing
+    compiled or put in its place."""
+    held = module.__dict__
+    return (
+        type(module) is kind
+        and not held["_forward_hooks"]
+        and not held["_forward_pre_hooks"]
+        and "forward" not in held
+        and module._compiled_call_impl is None
+        and not _has_any_global_hook()
+    )
