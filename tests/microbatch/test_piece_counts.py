@@ -46,12 +46,19 @@ def run(counts: PieceCounts, last: RunStats, tokens: int = 400, *, is_typical: b
     return count
 
 
+def first_two(counts: PieceCounts) -> None:
+    """The batches that are measured before a count is tried."""
+    assert run(counts, stats(9.0)) == 2
+    assert run(counts, stats(9.0)) == 2
+
+
 @pytest.mark.parametrize(("trial_s", "keeps"), [(0.9, True), (1.0, False), (1.1, False)])
 def test_a_count_that_is_no_faster_than_two_is_taken_back(trial_s: float, keeps: bool) -> None:
     counts = make()
-    assert run(counts, stats(9.0)) == 2
+    first_two(counts)
     tried = run(counts, stats(1.0))
     assert tried > 2
+    assert run(counts, stats(50.0)) == tried  # the first of a new shape
     settled = run(counts, stats(trial_s))
     assert settled == (tried if keeps else 2)
     assert run(counts, stats(50.0)) == settled
@@ -60,8 +67,9 @@ def test_a_count_that_is_no_faster_than_two_is_taken_back(trial_s: float, keeps:
 def test_the_slowest_rank_counts() -> None:
     group = TwoRanks()
     counts = make(group)
-    run(counts, stats(9.0))
+    first_two(counts)
     assert run(counts, stats(1.0)) > 2
+    assert run(counts, stats(0.5)) > 2
     group.theirs = [[[1.2]]]
     assert run(counts, stats(0.5)) == 2
 
@@ -69,25 +77,39 @@ def test_the_slowest_rank_counts() -> None:
 def test_a_watched_run_decides_nothing() -> None:
     counts = make()
     assert run(counts, stats(9.0), is_typical=False) == 2
+    assert run(counts, stats(0.1), is_typical=False) == 2
     assert run(counts, stats(0.1)) == 2
     tried = run(counts, stats(1.0), is_typical=False)  # pieces of a new size are watched
     assert tried > 2
     assert run(counts, stats(99.0)) == tried
     assert run(counts, stats(0.9)) == tried
+    assert run(counts, stats(99.0)) == tried
 
 
 def test_a_trial_waits_for_two_batches_in_a_row() -> None:
     counts = make()
-    run(counts, stats(9.0))
+    first_two(counts)
     tried = run(counts, stats(1.0))
     assert run(counts, stats(7.0), tokens=800) == 2
     assert run(counts, stats(7.0)) == tried  # the one before was of another size
+    assert run(counts, stats(2.0)) == tried
     assert run(counts, stats(2.0)) == 2
+
+
+@pytest.mark.parametrize(("trial_s", "keeps"), [(0.9, True), (1.1, False)])
+def test_a_trial_ends_where_cuts_allow_fewer_pieces(trial_s: float, keeps: bool) -> None:
+    counts = make()
+    first_two(counts)
+    for last in (1.0, 5.0):
+        tried = counts.choose(400, lambda last=last: stats(last))  # type: ignore[misc]
+        assert tried > 2
+        counts.ran(400, tried - 1)
+    assert run(counts, stats(trial_s)) == (tried if keeps else 2)
 
 
 def test_two_is_kept_at_once_where_it_promises_most() -> None:
     counts = make()
-    run(counts, stats(9.0))
+    first_two(counts)
     few = stats(1.0, segments=1, each_s=1e-6)
     assert run(counts, few) == 2
     assert run(counts, stats(0.1)) == 2
@@ -95,8 +117,8 @@ def test_two_is_kept_at_once_where_it_promises_most() -> None:
 
 def test_a_failure_forgets_trials_and_choices() -> None:
     counts = make()
-    run(counts, stats(9.0))
+    first_two(counts)
     assert run(counts, stats(1.0)) > 2
     counts.forget()
-    assert run(counts, stats(0.1)) == 2
+    first_two(counts)
     assert run(counts, stats(1.0)) > 2

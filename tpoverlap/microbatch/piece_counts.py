@@ -21,11 +21,12 @@ _OVERHEAD_S = 20e-6
 class PieceCounts:
     """Chooses the number of pieces; the same on all ranks, which run the same batches.
 
-    "auto": a batch that comes directly after one of its size (in units of ``cut_multiple`` tokens) takes that one's
-    segment times, of the slowest rank, and the count that promises to be fastest: by
-    :func:`~tpoverlap.microbatch.bound.best_piece_count`, with the host time that a piece took on a device. What was
-    promised may not come true, where hosts are slow at times for instance: a count above the first one is on trial
-    until two batches of it have run in a row, and is kept if the second was faster than the one that it was told from.
+    "auto": the second of two batches in a row of a size (in units of ``cut_multiple`` tokens) and number of pieces is
+    measured; the first one prepares what is kept of its shapes. Two pieces' segment times, of the slowest rank, and the
+    host time that a piece took on a device tell the count that promises to be fastest
+    (:func:`~tpoverlap.microbatch.bound.best_piece_count`). What was promised may not come true, where hosts are slow at
+    times for instance: a count above the first one is on trial until it has been measured, and is kept if it was faster
+    than the run that it was told from.
     """
 
     def __init__(self, group: GroupCoordinator, config: OverlapConfig) -> None:
@@ -33,8 +34,12 @@ class PieceCounts:
         self._config = config
         self._chosen: dict[int, int] = {}
         self._trials: dict[int, _Trial] = {}
-        # Size and count of the batch before this one, where its times are those of others.
+        # The count that the batch before this one was to have.
+        self._asked = 0
+        # Size and count of the batch before this one, and of that one if the one before it had the same and its own
+        # times are those of others.
         self._last: tuple[int, int] | None = None
+        self._measured: tuple[int, int] | None = None
 
     def choose(self, num_tokens: int, last_stats: Callable[[], RunStats]) -> int:
         """A collective at the batches of a size that measurements of the one before decide. last_stats: of that run."""
@@ -43,21 +48,23 @@ class PieceCounts:
         size = num_tokens // self._config.cut_multiple
         if size not in self._chosen:
             trial = self._trials.get(size)
-            if self._last == (size, trial.count if trial else _FIRST):
+            if self._measured == (size, trial.count if trial else _FIRST):
                 self._decide(size, trial, last_stats())
-        if size in self._chosen:
-            return self._chosen[size]
-        return self._trials[size].count if size in self._trials else _FIRST
+        self._asked = self._chosen.get(size) or (self._trials[size].count if size in self._trials else _FIRST)
+        return self._asked
 
     def ran(self, num_tokens: int, num_pieces: int, *, is_typical: bool = True) -> None:
-        """A batch has run to its end on this rank. is_typical: whether its times are those of others of its size."""
-        self._last = (num_tokens // self._config.cut_multiple, num_pieces) if is_typical else None
+        """A batch has run to its end on this rank. num_pieces: fewer than were asked for, where cuts allow no more.
+        is_typical: whether its times are those of others of its size."""
+        batch = (num_tokens // self._config.cut_multiple, self._asked if num_pieces > 1 else 1)
+        self._measured = batch if is_typical and batch == self._last else None
+        self._last = batch
 
     def forget(self) -> None:
         """After a failure, which ranks may have met in different runs."""
         self._chosen.clear()
         self._trials.clear()
-        self._last = None
+        self._last = self._measured = None
 
     def _decide(self, size: int, trial: _Trial | None, stats: RunStats) -> None:
         if trial is not None:
