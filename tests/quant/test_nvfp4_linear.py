@@ -1,6 +1,7 @@
 """NVFP4Linear and the workspace that layers share."""
 
 import threading
+import weakref
 
 import pytest
 import torch
@@ -179,6 +180,15 @@ def test_dtype_casts_of_a_model_leave_the_format_alone() -> None:
     assert model[1].weight.dtype == torch.float64
     assert torch.equal(layer(x), wanted)
     assert layer.to("meta").codes.device.type == "meta"
+
+
+def test_a_moved_layer_keeps_nothing_of_where_it_was() -> None:
+    layer = NVFP4Linear(random_weight(8, 32, seed=14), dtype=torch.float32)
+    layer(torch.ones(1, 32))
+    layer.workspace.clear()
+    former = [weakref.ref(x) for x in (layer.codes, layer.scales, layer.global_scale, layer.weight)]
+    layer.to("meta")
+    assert not any(one() is not None for one in former)
 
 
 def test_inputs_and_biases_that_do_not_fit_are_refused() -> None:

@@ -108,5 +108,6 @@ class NVFP4Linear(nn.Module):
         )
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> NVFP4Linear:
+        self._weight = None  # it would keep the memory that a move leaves
         # As integers the buffers pass through dtype casts unchanged, and through device moves like any other.
         return super()._apply(lambda t: fn(t.view(_BITS[t.element_size()])).view(t.dtype), recurse)
