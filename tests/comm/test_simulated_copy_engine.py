@@ -5,9 +5,11 @@ The protocol is explored as a model in test_protocol_explored.py; here runs the 
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import signal
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -21,7 +23,7 @@ from sums import DTYPES, check_until_it_fails, expected_sum, inputs
 
 from tpoverlap.comm import GroupCoordinator
 from tpoverlap.comm.copy_engine import CopyEngineProvider
-from tpoverlap.comm.layout import COPY_PUBLISHED
+from tpoverlap.comm.layout import COPY_PUBLISHED, NUM_SLOTS
 from tpoverlap.cuda.streams import StreamCalls
 from tpoverlap.errors import (
     CollectiveAbortedError,
@@ -192,6 +194,45 @@ def _two_calls_of_two_streams(rank: int) -> None:
 
 def test_a_call_of_another_stream_uploads_while_the_one_before_waits_for_its_peer() -> None:
     run_ranks(_two_calls_of_two_streams, 2)
+
+
+def _late_reader(rank: int, first: str, second: str) -> None:
+    """Rank 0 reads the first call's slot late, while calls of another stream are behind it."""
+    gpu = SimulatedGpu(rank)
+    group = gpu.group(copy_engine_max_bytes=SLOT)
+    provider = group._choose("all_reduce", torch.ones(1))
+    assert isinstance(provider, CopyEngineProvider)
+    rounds = [inputs(k, 2, (100,), torch.float32) for k in range(2 * NUM_SLOTS)]
+    stream, held_up, waits = gpu.new_stream(), threading.Event(), itertools.count()
+
+    def hold_up_stream(name: str) -> bool:
+        """Once the upload's order behind the stream is told, which is what it waits for."""
+        if name == "cuStreamWaitEvent" and next(waits) == 0:
+            stream.put(held_up.wait)
+        return False
+
+    if rank == 0 and first == "all_reduce":
+        gpu._streams[provider._segment.down].put(held_up.wait)
+    elif rank == 0:
+        gpu.fails = hold_up_stream
+    results = []
+    for operation, parts in zip((first, *[second] * len(rounds)), rounds, strict=False):
+        gpu.current = stream if operation == first else gpu.default
+        with gpu.computing():
+            x = parts[rank] * 1.0
+            results.append(group.all_reduce(x) if operation == "all_reduce" else group.all_gather(x, 0))
+    if rank == 0:
+        time.sleep(0.2)  # in which rank 1 would write the slot again
+        held_up.set()
+    torch.cuda.synchronize()
+    for result, parts in zip(results, rounds, strict=True):
+        assert torch.equal(result, expected_sum(parts) if result.shape == parts[0].shape else torch.cat(parts))
+    group.destroy()
+
+
+@pytest.mark.parametrize(("first", "second"), [("all_reduce", "all_gather"), ("all_gather", "all_reduce")])
+def test_calls_of_other_kinds_and_streams_read_slots_in_their_order(first: str, second: str) -> None:
+    run_ranks(_late_reader, 2, first, second)
 
 
 def _sums_of_nans(rank: int) -> list[int]:
