@@ -1,5 +1,7 @@
 """NVFP4Linear and the workspace that layers share."""
 
+import copy
+import io
 import threading
 import weakref
 
@@ -253,3 +255,25 @@ def test_a_compiled_layer_does_not_depend_on_the_workspace() -> None:
             asked = workspace.dequantizations
             assert torch.equal(compiled(x), wanted)
             assert workspace.dequantizations == asked
+
+
+@pytest.mark.parametrize("saved", [True, False])
+def test_layers_that_have_run_are_copied_and_saved_without_their_dense_weights(saved: bool) -> None:
+    workspace = DequantWorkspace(capacity=3)
+    layers = torch.nn.ModuleList(
+        NVFP4Linear(random_weight(32, 64, seed=seed), dtype=torch.float32, workspace=workspace) for seed in range(2)
+    )
+    x = torch.randn(9, 64)
+    wanted = [layer(x) for layer in layers]
+    if saved:
+        file = io.BytesIO()
+        torch.save(layers, file)
+        file.seek(0)
+        copied = torch.load(file, weights_only=False)
+    else:
+        copied = copy.deepcopy(layers)
+    assert copied[0].workspace is copied[1].workspace
+    assert copied[0].workspace is not workspace
+    assert (copied[0].workspace.capacity, copied[0].workspace.dequantizations) == (3, 0)
+    for layer, expected in zip(copied, wanted, strict=True):
+        assert torch.equal(layer(x), expected)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -102,6 +103,10 @@ class DequantWorkspace:
     def clear(self) -> None:
         """Forget every weight and free the buffers."""
         self._streams.clear()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Copied or saved with its layers it is an empty one: dense weights would only make them larger.
+        return DequantWorkspace, (self.capacity,), {"tile": self.tile}
 
 
 def _versions(weight: NVFP4Tensor) -> tuple[int, ...]:
