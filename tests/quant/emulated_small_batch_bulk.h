@@ -9,6 +9,8 @@
 #pragma once
 
 #define TPOVERLAP_EMULATED_WARPS 32
+#include <set>
+
 #include "emulated_small_batch_common.h"
 
 #define __cluster_dims__(...)
@@ -67,6 +69,7 @@ constexpr int kBlockThreads = kWarps * kLanes / 2;
 static PhaseBarrier barriers_of_phases[2][kBarrierBytes / 8];
 static ClusterBarrier cluster_barrier;
 static std::vector<Copy> copies;
+static std::set<std::pair<const void*, std::vector<i64>>> prefetched;  // and not copied yet: tensor maps and places
 static u64 state_of;  // serial number of the cluster that the state above belongs to
 static u64 waits_in_vain;
 static u64 waited_in[kWarps * kLanes];  // serial number of the cluster in which a thread has waited for the kernel ahead
@@ -80,7 +83,9 @@ static u32 my_thread() { return block->current % kBlockThreads; }
 static void start_cluster() {
     if (state_of == block->serial) return;
     if (block->index.x != 0 && !copies.empty()) fail("a block has ended before its copies");
+    if (block->index.x != 0 && !prefetched.empty()) fail("what is prefetched does not come at all");
     copies.clear();
+    prefetched.clear();
     for (auto& of_block : barriers_of_phases)
         for (auto& barrier : of_block) barrier = PhaseBarrier{};
     cluster_barrier = ClusterBarrier{};
@@ -183,6 +188,9 @@ static void tensor_copy(u32 to, const void* map, const std::vector<i64>& first, 
     if (rank != first.size()) fail("a tensor copy of another number of dimensions");
     if (to % (swizzle ? 1024 : 128) || box[0] % kPiece || (swizzle && box[0] != 128)) fail("a tensor copy is not aligned");
     if (!has_waited()) fail("global memory is read while the kernel ahead runs");
+    const auto awaited = [&](const auto& one) { return one.first == map && one.second.back() == first.back(); };
+    if (!prefetched.erase({map, first}) && std::any_of(prefetched.begin(), prefetched.end(), awaited))
+        fail("what is prefetched does not come first");
     u64 pieces = box[0] / kPiece;
     for (size_t d = 1; d < rank; d++) pieces *= box[d];
     std::vector<Piece> copied;
@@ -203,6 +211,12 @@ static void tensor_copy(u32 to, const void* map, const std::vector<i64>& first, 
         copied.push_back({at, inside ? from : nullptr});
     }
     start_copy(my_rank(), copied, barrier, {});
+}
+
+// What is asked for in the L2 cache must be what the first copies take, and be asked for before the kernel ahead has ended.
+static void prefetch(const void* map, const std::vector<i64>& first) {
+    if (has_waited()) fail("a prefetch comes too late");
+    prefetched.insert({map, first});
 }
 
 }  // namespace emulated
@@ -255,6 +269,14 @@ static void copy_codes(u32 to, const Map& map, int pair, i64 row, u32 rank, u32 
 template <class Map>
 static void copy_scales(u32 to, const Map& map, int pair, i64 row, u32 rank, u32 barrier) {
     emulated::tensor_copy(to, &map, {16 * pair, row, rank}, barrier);
+}
+template <class Map>
+static void prefetch_codes(const Map& map, int pair, i64 row, u32 rank) {
+    emulated::prefetch(&map, {0, row, pair, rank});
+}
+template <class Map>
+static void prefetch_scales(const Map& map, int pair, i64 row, u32 rank) {
+    emulated::prefetch(&map, {16 * pair, row, rank});
 }
 static void pass_to_peer(u32 at, u32 peer, float4 value, u32 barrier) {
     const auto* bytes = reinterpret_cast<const unsigned char*>(&value);

@@ -158,6 +158,7 @@ MISTAKES: list[emulation.Mistake] = [
     (FP16, "0x8E008E00u", "0x8C008C00u", "wrong results"),
     (DTYPES, "w < 2", "w < 3", "wrong results"),
     (DTYPES, "wait_for_previous_kernel()", "(void)0", "one ahead runs"),
+    (DTYPES, "i / kSteps * kTileRows", "i * kTileRows", "does not come"),
     (DTYPES, "cluster_wait()", "(void)0", "race|nobody has made"),
     (DTYPES, "barrier_wait(kFull + 8 * ring.slot, ring.parity)", "(void)0", "race"),
     (DTYPES, "barrier_wait(kFree + 8 * ring.slot, ring.parity ^ 1)", "(void)0", "race|too many"),

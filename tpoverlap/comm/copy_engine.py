@@ -37,7 +37,7 @@ def piece_count(num_bytes: int) -> int:
 
 
 # Measured on two H200 behind PCIe 5 x16 (docs/benchmarks.md); of counts within 3 % of each other, the smallest.
-_PIECES = ((768 << 10, 1), (3 << 20, 2), (12 << 20, 3))
+_PIECES = ((768 << 10, 1), (3 << 20, 2), (9 << 20, 3))
 _MOST_PIECES = 4
 
 

@@ -63,6 +63,9 @@ class CpuCommLane:
     def now(self) -> float:
         return time.perf_counter()
 
+    def resumed(self, waiting: float, pending: CpuPending) -> float:
+        return self.now()
+
     def seconds(self, stamp: float) -> float:
         return stamp
 

@@ -48,6 +48,11 @@ class CommLane(Protocol):
         """The moment at which the calling thread's compute comes here."""
         ...
 
+    def resumed(self, waiting: Stamp, pending: PendingCollective) -> Stamp:
+        """The moment at which the calling thread's compute goes on that has waited, from ``waiting`` on, for a
+        collective (:meth:`PendingCollective.result`)."""
+        ...
+
     def seconds(self, stamp: Stamp) -> float:
         """On the host's monotonic clock. May wait for the device to come to the stamp."""
         ...

@@ -134,6 +134,17 @@ __device__ __forceinline__ void copy_scales(u32 to, const TensorMap& map, int pa
                  "r"(shared_address(barrier)) : "memory");
 }
 
+// Asks for what copy_codes and copy_scales would copy in the L2 cache. Nothing is read: who writes it meanwhile is seen.
+__device__ __forceinline__ void prefetch_codes(const TensorMap& map, int pair, long long row, u32 rank) {
+    asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global [%0, {0, %1, %2, %3}];" ::"l"(&map),
+                 "r"(static_cast<int>(row)), "r"(pair), "r"(rank) : "memory");
+}
+
+__device__ __forceinline__ void prefetch_scales(const TensorMap& map, int pair, long long row, u32 rank) {
+    asm volatile("cp.async.bulk.prefetch.tensor.3d.L2.global [%0, {%1, %2, %3}];" ::"l"(&map), "r"(16 * pair),
+                 "r"(static_cast<int>(row)), "r"(rank) : "memory");
+}
+
 // Until the kernel ahead on the stream has ended, if this one was started before. Volatile and in need of memory, as are
 // the loads of x: the compiler keeps them behind it.
 __device__ __forceinline__ void wait_for_previous_kernel() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
@@ -241,6 +252,18 @@ struct Share {
     int rows, tiles;
     u32 rank;  // of this block in the cluster: the half of k that it takes
 };
+
+// What the ring takes first is on its way to the L2 cache while the kernel ahead still runs.
+__device__ __forceinline__ void prefetch(const Arguments& a, const Share& share) {
+    const int steps = min(a.slots, share.tiles * kSteps);
+#pragma unroll 1
+    for (int i = 0; i < steps; ++i) {
+        const int pair = i % kSteps * (kWarps / 2);
+        const long long row = share.first + i / kSteps * kTileRows;
+        prefetch_codes(a.codes, pair, row, share.rank);
+        prefetch_scales(a.scales, pair, row, share.rank);
+    }
+}
 
 // One thread keeps the ring filled.
 __device__ __forceinline__ void fetch(const Arguments& a, const Share& share) {
@@ -390,7 +413,9 @@ nvfp4_small_batch_bulk(const __grid_constant__ Arguments a) {
     }
     __syncwarp();
     cluster_arrive();
-    // Nothing of global memory is touched before, and the next kernel starts no earlier than after it: launches see each
+    if (threadIdx.x == 32 * kWarps) prefetch(a, share);
+    __syncwarp();
+    // Nothing of global memory is read or written before, and the next kernel starts no earlier than after it: launches see each
     // other's results as without programmatic launches.
     wait_for_previous_kernel();
     let_next_kernel_start();
