@@ -63,7 +63,7 @@ class CpuCommLane:
     def now(self) -> float:
         return time.perf_counter()
 
-    def resumed(self, waiting: float, pending: CpuPending) -> float:
+    def resumed(self, waiting: float, end: float) -> float:
         return self.now()
 
     def seconds(self, stamp: float) -> float:

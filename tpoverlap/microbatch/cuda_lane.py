@@ -94,9 +94,9 @@ class CudaCommLane:
     def now(self) -> torch.cuda.Event:
         return self._record(self.compute_stream())
 
-    def resumed(self, waiting: torch.cuda.Event, pending: CudaPending) -> Stamp:
+    def resumed(self, waiting: torch.cuda.Event, end: tuple[torch.cuda.Event, ...]) -> Stamp:
         # A stream that waits goes on at once: another event would tell what these do.
-        return (waiting, *pending.end)
+        return (waiting, *end)
 
     def compute_stream(self) -> torch.cuda.Stream:
         """The calling thread's current stream. Asking torch for the object costs ten times what its handle does."""

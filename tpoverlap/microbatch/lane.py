@@ -48,9 +48,9 @@ class CommLane(Protocol):
         """The moment at which the calling thread's compute comes here."""
         ...
 
-    def resumed(self, waiting: Stamp, pending: PendingCollective) -> Stamp:
+    def resumed(self, waiting: Stamp, end: Stamp) -> Stamp:
         """The moment at which the calling thread's compute goes on that has waited, from ``waiting`` on, for a
-        collective (:meth:`PendingCollective.result`)."""
+        collective (:meth:`PendingCollective.result`) with this ``end``."""
         ...
 
     def seconds(self, stamp: Stamp) -> float:
