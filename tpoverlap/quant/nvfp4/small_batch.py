@@ -210,5 +210,5 @@ def compile_options(dtype: torch.dtype, layout: Blocks | Plan) -> tuple[str, ...
     """The macros of the source."""
     bf16 = f"-DBF16={int(dtype == torch.bfloat16)}"
     if isinstance(layout, Plan):
-        return bf16, f"-DSTEPS={layout.steps}"
+        return bf16, f"-DSTEPS={layout.steps}", f"-DHALVES={int(layout.halves)}"
     return bf16, f"-DWARPS={layout.warps}", f"-DBLOCKS_PER_SM={layout.per_sm}"

@@ -9,13 +9,16 @@
 // tile meet in shared memory, where a warp of its own adds them up while the others go on. It passes every other tile's
 // sum to the other block, which finishes that tile. So the order of a sum depends on k alone.
 //
-// Compiled with BF16 = 0 or 1, and with STEPS = the steps of 128 k that a warp takes, at most.
+// Compiled with BF16 = 0 or 1, with STEPS = the steps of 128 k that a warp takes, at most, and with HALVES = 1 where it
+// takes the last of them in two halves of 64 k, of which the last warps have only one: the four quarters of an SM then
+// have equal shares of what is not a step of every warp.
 
 constexpr int kWarps = 12, kHelpers = 3, kAllWarps = kWarps + kHelpers;
 constexpr int kTileRows = 16;  // rows of one mma
 constexpr int kSteps = STEPS;
 constexpr int kThreadK = 32;   // k that a thread takes per step
 constexpr int kStepK = 4 * kThreadK;
+constexpr int kHalfK = kStepK / 2;  // the second half of a step lies kWarps halves behind the first one
 constexpr int kParts = 3;      // tiles whose sums are on their way to a finisher
 constexpr int kPassed = 4;     // tiles whose sums are on their way between the blocks of a cluster
 constexpr int kMaxSlots = 4;
@@ -217,12 +220,23 @@ __device__ __forceinline__ u32 scales_of(u32 bytes) {
 
 __device__ __forceinline__ u32 word_of(const uint4& v, int w) { return w == 0 ? v.x : w == 1 ? v.y : w == 2 ? v.z : v.w; }
 
-// One step: a thread's two rows for 32 k. Two chains of sums, since each mma waits for the one before.
+__device__ constexpr bool in_halves(int step) { return HALVES && step == kSteps - 1; }
+
+// The k of a block's half that is the first of 8 neighbors, the i-th ones that a thread takes in a step.
+__device__ __forceinline__ int k_of(int warp, int in_quad, int s, int i) {
+    if (in_halves(s))
+        return (2 * s * kWarps + warp + i / 2 * kWarps) * kHalfK + in_quad * (kThreadK / 2) + i % 2 * 8;
+    return (s * kWarps + warp) * kStepK + in_quad * kThreadK + i * 8;
+}
+
+// One step, or half of one: a thread's two rows for 32 or 16 k. Two chains of sums, since each mma waits for the one
+// before.
+template <int words>
 __device__ __forceinline__ void accumulate(const uint4 codes[2], const u32 scale_bytes[2], const u32 x[16],
                                            float sums[2][4]) {
     const u32 scales[2] = {scales_of(scale_bytes[0]), scales_of(scale_bytes[1])};
 #pragma unroll
-    for (int w = 0; w < 4; ++w) {
+    for (int w = 0; w < words; ++w) {
         u32 p[2][4];
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
@@ -357,12 +371,12 @@ __device__ __forceinline__ void take_x(const Arguments& a, int warp, int quad, i
     const int half = a.k / 2;
 #pragma unroll
     for (int s = 0; s < kSteps; ++s) {
-        const int step = warp + s * kWarps;
         uint4 v[4] = {};
-        if (quad < a.m && step * kStepK < half) {
-            const long long first = static_cast<long long>(quad) * a.k + rank * half + step * kStepK + in_quad * kThreadK;
 #pragma unroll
-            for (int i = 0; i < 4; ++i) v[i] = load_x(static_cast<const unsigned char*>(a.x) + 2 * first + 16 * i);
+        for (int i = 0; i < 4; ++i) {
+            const int k = k_of(warp, in_quad, s, i);
+            if (quad >= a.m || k >= half) continue;
+            v[i] = load_x(static_cast<const unsigned char*>(a.x) + 2 * (static_cast<long long>(quad) * a.k + rank * half + k));
         }
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
@@ -384,6 +398,30 @@ __device__ __forceinline__ void arrange(u32 x[16]) {
         x[i + 2] = __byte_perm(v[1], v[3], 0x5410);
         x[i + 3] = __byte_perm(v[1], v[3], 0x7632);
     }
+}
+
+// A thread's place in a slot: row of the tile, of two that are 8 apart, and part of a step.
+struct Place {
+    int warp, row, in_quad;
+};
+
+// A row's codes and scales of a whole step; codes and scales of the slot and of the first or second row begin at these
+// places.
+__device__ __forceinline__ void take_step(const Place& at, u32 codes_at, u32 scales_at, uint4& codes, u32& scales) {
+    codes = load_shared<uint4>(codes_at + at.warp / 2 * (kTileRows * 128) + at.row * 128 +
+                               ((at.warp % 2 * 4 + at.in_quad) ^ at.row) * 16);
+    scales = load_shared<unsigned short>(scales_at + at.row * (kScaleBytes / kTileRows) + at.warp * (kStepK / 16) +
+                                         at.in_quad * (kThreadK / 16));
+}
+
+// The same of a step in halves.
+__device__ __forceinline__ void take_halves(const Place& at, u32 codes_at, u32 scales_at, uint4& codes, u32& scales) {
+    const u32 first = codes_at + at.warp / 4 * (kTileRows * 128) + at.row * 128 +
+                      ((at.warp % 4 * 2 + at.in_quad / 2) ^ at.row) * 16 + at.in_quad % 2 * 8;
+    const uint2 low = load_shared<uint2>(first), high = load_shared<uint2>(first + kWarps / 4 * (kTileRows * 128));
+    codes = {low.x, low.y, high.x, high.y};
+    const u32 scale = scales_at + at.row * (kScaleBytes / kTileRows) + at.warp * (kHalfK / 16) + at.in_quad;
+    scales = load_shared<unsigned char>(scale) | load_shared<unsigned char>(scale + kWarps * (kHalfK / 16)) << 8;
 }
 
 extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(32 * kAllWarps, 1)
@@ -431,10 +469,8 @@ nvfp4_small_batch_bulk(const __grid_constant__ Arguments a) {
 #pragma unroll
     for (int s = 0; s < kSteps; ++s) arrange(x[s]);
 
-    const int row = row_of(lane >> 2), in_quad = lane & 3;
-    const u32 codes_at = kRing + warp / 2 * (kTileRows * 128) + row * 128 + ((warp % 2 * 4 + in_quad) ^ row) * 16;
-    const u32 scales_at = kRing + a.slots * kCodeBytes + row * (kScaleBytes / kTileRows) + warp * (kStepK / 16) +
-                          in_quad * (kThreadK / 16);
+    const Place place{warp, row_of(lane >> 2), lane & 3};
+    const u32 scales_of_slots = kRing + a.slots * kCodeBytes;
     Ring ring, parts;
 #pragma unroll 1
     for (int tile = 0; tile < share.tiles; ++tile) {
@@ -446,13 +482,15 @@ nvfp4_small_batch_bulk(const __grid_constant__ Arguments a) {
             barrier_wait(kFull + 8 * ring.slot, ring.parity);
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
-                codes[h] = load_shared<uint4>(codes_at + ring.slot * kCodeBytes + h * 8 * 128);
-                scales[h] = load_shared<unsigned short>(scales_at + ring.slot * kScaleBytes +
-                                                        h * 8 * (kScaleBytes / kTileRows));
+                const u32 row_codes = kRing + h * 8 * 128 + ring.slot * kCodeBytes;
+                const u32 row_scales = scales_of_slots + ring.slot * kScaleBytes + h * 8 * (kScaleBytes / kTileRows);
+                if (in_halves(s)) take_halves(place, row_codes, row_scales, codes[h], scales[h]);
+                else take_step(place, row_codes, row_scales, codes[h], scales[h]);
             }
             __syncwarp();
             if (lane == 0) barrier_arrive(kFree + 8 * ring.slot);
-            if (s < kSteps - 1 || (warp + s * kWarps) * kStepK < a.k / 2) accumulate(codes, scales, x[s], sums);
+            if (s < kSteps - 1 || k_of(warp, 0, s, 3) < a.k / 2) accumulate<4>(codes, scales, x[s], sums);
+            else if (in_halves(s) && k_of(warp, 0, s, 0) < a.k / 2) accumulate<2>(codes, scales, x[s], sums);
             ring.advance(a.slots);
         }
         barrier_wait(kSumsFree + 8 * parts.slot, parts.parity ^ 1);

@@ -52,13 +52,15 @@ class Arguments(ctypes.Structure):
 class Plan:
     """blocks, in clusters that take block_rows rows each, a multiple of 16; slots of the ring, for a step of all warps.
 
-    steps: of 128 k that a warp takes at most.
+    steps: of 128 k that a warp takes at most. halves: whether it takes the last one in two halves, for equal shares of
+    the four quarters of an SM.
     """
 
     blocks: int
     block_rows: int
     slots: int
     steps: int
+    halves: bool
 
     @property
     def shared_bytes(self) -> int:
@@ -83,9 +85,11 @@ def plan_for(n: int, k: int, facts: DeviceFacts) -> Plan | None:
     steps = -(-k // (CLUSTER * WARPS * _STEP_K))
     if steps > _MAX_STEPS:
         return None
+    # The steps that not every warp has, of a block: quarters take them in turn, and two of four have one more.
+    halves = (k // CLUSTER // _STEP_K - (steps - 1) * WARPS) % 4 == 2
     block_rows = TILE_ROWS * -(-n // (TILE_ROWS * clusters))
     # More bytes on their way delay x, which comes through the same ports.
-    plan = Plan(CLUSTER * -(-n // block_rows), block_rows, slots=2 if steps == 1 else 3, steps=steps)
+    plan = Plan(CLUSTER * -(-n // block_rows), block_rows, slots=2 if steps == 1 else 3, steps=steps, halves=halves)
     return plan if plan.shared_bytes <= facts.shared_memory_per_block else None
 
 
