@@ -108,7 +108,7 @@ H200 = DeviceFacts(0, "H200", (9, 0), 132, 232_448, 60 << 20)
     [
         (17408, 5120, Plan(128, 272, slots=3, steps=2, halves=False), True),
         (8192, 5120, Plan(128, 128, slots=3, steps=2, halves=False), True),
-        (5120, 8704, Plan(128, 80, slots=3, steps=3, halves=True), True),
+        (5120, 8704, Plan(128, 80, slots=3, steps=3, halves=False), True),
         (5120, 2560, Plan(128, 80, slots=2, steps=1, halves=True), True),
         (4 * 16 * 66, 2560, Plan(132, 64, slots=2, steps=1, halves=True), False),
         (1, 512, Plan(2, 16, slots=2, steps=1, halves=True), False),

@@ -197,12 +197,14 @@ MISTAKES: list[emulation.Mistake] = [
     (DTYPES, "row >= share.rows", "false", "written outside y"),
 ]
 SIZE = (154, 5632)
+# Whole steps and halves of which some warps have two, some one and some none.
+EXAMINED = dataclasses.replace(layout(*SIZE), halves=True)
 
 
 def examine(emulated: ctypes.CDLL, dtype: torch.dtype) -> None:
     """A last tile that is not full, a ring and sums that come round, steps that some warps do not have, NaN scales."""
     n, k = SIZE
-    run = functools.partial(emulation.linear, layout=layout(n, k), emulation=emulated)
+    run = functools.partial(emulation.linear, layout=EXAMINED, emulation=emulated)
     x, weight, bias = exact_problem(n, k, 3, 1, dtype, per_row=True, with_bias=True)
     assert_equal(run(x, weight, bias), exact(x, weight, bias).to(dtype))
     want = exact(x, weight, bias).to(dtype)
@@ -214,12 +216,12 @@ def examine(emulated: ctypes.CDLL, dtype: torch.dtype) -> None:
 
 @functools.cache
 def with_mistakes(dtype: torch.dtype) -> ctypes.CDLL:
-    return emulation.with_mistakes(MISTAKES, dtype, layout(*SIZE))
+    return emulation.with_mistakes(MISTAKES, dtype, EXAMINED)
 
 
 @both_dtypes
 def test_the_examination_finds_nothing_where_no_mistake_is_planted(dtype: torch.dtype) -> None:
-    examine(emulation.library(dtype, layout(*SIZE)), dtype)
+    examine(emulation.library(dtype, EXAMINED), dtype)
     emulated = with_mistakes(dtype)
     emulated.plant(-1)
     examine(emulated, dtype)

@@ -85,8 +85,9 @@ def plan_for(n: int, k: int, facts: DeviceFacts) -> Plan | None:
     steps = -(-k // (CLUSTER * WARPS * _STEP_K))
     if steps > _MAX_STEPS:
         return None
-    # The steps that not every warp has, of a block: quarters take them in turn, and two of four have one more.
-    halves = (k // CLUSTER // _STEP_K - (steps - 1) * WARPS) % 4 == 2
+    # The quarters of an SM take a block's steps in turn, so that two of the four may have one more. Beside further steps
+    # the halves cost more than they gain.
+    halves = steps == 1 and k // CLUSTER // _STEP_K % 4 == 2
     block_rows = TILE_ROWS * -(-n // (TILE_ROWS * clusters))
     # More bytes on their way delay x, which comes through the same ports.
     plan = Plan(CLUSTER * -(-n // block_rows), block_rows, slots=2 if steps == 1 else 3, steps=steps, halves=halves)
