@@ -85,7 +85,7 @@ def plan_for(n: int, k: int, facts: DeviceFacts) -> Plan | None:
     steps = -(-k // (CLUSTER * WARPS * _STEP_K))
     if steps > _MAX_STEPS:
         return None
-    # The quarters of an SM take a block's steps in turn, so that two of the four may have one more. Beside further steps
+    # The quarters of an SM take a block's steps in turn, so that two of the four may have one more. Beside other steps
     # the halves cost more than they gain.
     halves = steps == 1 and k // CLUSTER // _STEP_K % 4 == 2
     block_rows = TILE_ROWS * -(-n // (TILE_ROWS * clusters))
