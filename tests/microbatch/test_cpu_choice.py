@@ -7,11 +7,14 @@ from pathlib import Path
 import pytest
 
 from tpoverlap.microbatch import cpu_choice
-from tpoverlap.microbatch.cpu_choice import parse_cpu_list
+from tpoverlap.microbatch.cpu_choice import choose_cpus, parse_cpu_list
+from tpoverlap.microbatch.shared_cpu import SharedCpu, loop_s
 
 
 def choose_cpu(allowed: set[int], address: str, rank: int, pci: Path, cpus: Path | None = None) -> int | None:
-    return cpu_choice.choose_cpu(allowed, address, rank, pci, cpus or pci / "no cpus")
+    chosen = cpu_choice.choose_cpus(allowed, address, rank, pci, cpus or pci / "no cpus")
+    assert len(set(chosen)) == len(chosen)
+    return chosen[0] if chosen else None
 
 
 def add_cores(folder: Path, *cores: str) -> Path:
@@ -102,3 +105,57 @@ def test_siblings_that_the_process_may_not_use_do_not_count(tmp_path: Path) -> N
     cpus = add_cores(tmp_path / "cpu", "0,4", "1,5", "2,6", "3,7")
     gpu = add(tmp_path, "0000:20:00.0", cpus="0-7")
     assert {choose_cpu({4, 5, 6, 7}, gpu, rank, tmp_path, cpus) for rank in range(4)} == {4, 5, 6, 7}
+
+
+def test_no_gpu_ever_goes_to_a_cpu_of_another(tmp_path: Path) -> None:
+    gpus = [add(tmp_path, f"0000:{bus}:00.0", cpus="0-7") for bus in (20, 30, 40)]
+    of_gpu = [choose_cpus(set(range(8)), gpu, rank, tmp_path, tmp_path / "none") for rank, gpu in enumerate(gpus)]
+    assert sum(map(len, of_gpu)) == len(set().union(*of_gpu)) == 6
+
+
+class Cpus:
+    """CPUs of given seconds, and a thread that is moved between them."""
+
+    def __init__(self, *seconds: float) -> None:
+        self.seconds = list(seconds)
+        self.moves: list[int] = []
+        self.shared = SharedCpu(range(len(seconds)), lambda: self.seconds[self.moves[-1]])
+
+    def settle(self) -> int:
+        self.moves.clear()
+        self.shared.settle(self.moves.append)
+        assert self.moves[-1] == self.shared.cpu
+        return self.shared.cpu
+
+
+def test_the_first_cpu_is_taken_and_kept_while_it_is_as_fast_as_any() -> None:
+    cpus = Cpus(1.2, 1.0, 1.0)
+    assert cpus.settle() == 0
+    for _ in range(3):
+        assert cpus.settle() == 0
+        assert cpus.moves == [0]  # the others are not asked
+
+
+def test_a_slow_cpu_is_left_for_the_next_fast_one_and_not_returned_to() -> None:
+    cpus = Cpus(1.0, 2.0, 1.1, 1.0)
+    assert cpus.settle() == 0
+    cpus.seconds[0] = 1.9
+    assert cpus.settle() == 2
+    assert cpus.moves == [0, 1, 2]
+    cpus.seconds[0] = 1.0
+    assert cpus.settle() == 2
+    assert Cpus(2.0, 1.0).settle() == 1
+
+
+def test_where_all_have_become_slow_the_first_of_the_fastest_serves() -> None:
+    cpus = Cpus(1.0, 1.0, 1.0)
+    cpus.settle()
+    cpus.seconds = [4.0, 3.0, 3.1]
+    assert cpus.settle() == 1
+    assert cpus.settle() == 1
+    assert cpus.moves == [1]
+    assert Cpus(1.0).settle() == 0
+
+
+def test_a_loop_takes_time() -> None:
+    assert 1e-6 < loop_s() < 1e-2

@@ -1,4 +1,4 @@
-"""Which CPU the threads that issue a device's work share."""
+"""On which CPUs the threads that issue a device's work may be."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ _PCI, _CPUS = Path("/sys/bus/pci/devices"), Path("/sys/devices/system/cpu")
 _NVIDIA, _DISPLAY_CLASS = "0x10de", "0x03"
 
 
-def cpu_for(device: torch.device, rank: int) -> int | None:
-    """A CPU that this process may use: near the device, and another one for each of the box's GPUs and for ranks that
-    share one, of another core while there are enough. None where there are too few CPUs for that.
+def cpus_for(device: torch.device, rank: int) -> list[int]:
+    """CPUs that this process may use, in order of preference: near the device and of no other GPU of the box. The first
+    one differs between ranks that share a GPU, and is of another core while there are enough. Empty where there are too
+    few CPUs for that.
 
     rank: of the group. Where the system does not tell what is near, ranks are spread over all CPUs that the process may
     use.
@@ -23,10 +24,10 @@ def cpu_for(device: torch.device, rank: int) -> int | None:
     address = ""
     if hasattr(properties, "pci_bus_id"):
         address = f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
-    return choose_cpu(os.sched_getaffinity(os.getpid()), address, rank, _PCI, _CPUS)
+    return choose_cpus(os.sched_getaffinity(os.getpid()), address, rank, _PCI, _CPUS)
 
 
-def choose_cpu(allowed: set[int], address: str, rank: int, pci: Path, cpu_folder: Path) -> int | None:
+def choose_cpus(allowed: set[int], address: str, rank: int, pci: Path, cpu_folder: Path) -> list[int]:
     """address: of the device, as in ``pci``, the folder where the system lists PCI devices; ``cpu_folder``: that of its
     CPUs. Each GPU has a stretch of the cores near it for itself, or of their CPUs where there are fewer cores."""
     local = _read(pci / address / "local_cpulist") if address else ""
@@ -45,12 +46,13 @@ def choose_cpu(allowed: set[int], address: str, rank: int, pci: Path, cpu_folder
         cores = [[cpu] for cpu in sorted(cpus)]
     stretch = len(cores) // sharers
     if stretch == 0:
-        return None
+        return []
     own = cores[place * stretch : (place + 1) * stretch]
     # CPUs of one core slow each other down, so a second one of a core comes after all firsts.
     candidates = [core[i] for i in range(max(map(len, own))) for core in own if i < len(core)]
     # One further than the first of all: that CPU often serves the system's interrupts.
-    return candidates[(rank + 1) % len(candidates)]
+    first = (rank + 1) % len(candidates)
+    return candidates[first:] + candidates[:first]
 
 
 def _cores(cpus: set[int], cpu_folder: Path) -> list[list[int]]:

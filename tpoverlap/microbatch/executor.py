@@ -23,7 +23,7 @@ from tpoverlap.comm import GroupCoordinator
 from tpoverlap.config import OverlapConfig
 from tpoverlap.errors import ChannelError, ConfigError, UnsupportedError
 from tpoverlap.microbatch.batch import Batch
-from tpoverlap.microbatch.cpu_choice import cpu_for
+from tpoverlap.microbatch.cpu_choice import cpus_for
 from tpoverlap.microbatch.cpu_lane import CpuCommLane
 from tpoverlap.microbatch.cuda_lane import CudaCommLane
 from tpoverlap.microbatch.engine_features import EngineFeatures, check_supported
@@ -32,6 +32,7 @@ from tpoverlap.microbatch.lane import CommLane, Measurement
 from tpoverlap.microbatch.outputs import Output
 from tpoverlap.microbatch.piece_counts import PieceCounts
 from tpoverlap.microbatch.runs import Forward, PieceContext, PlainRun, Run, WholeRun
+from tpoverlap.microbatch.shared_cpu import SharedCpu
 from tpoverlap.microbatch.split import check_split_options, split_tokens
 from tpoverlap.microbatch.split_run import SplitRun
 from tpoverlap.microbatch.stats import RunStats
@@ -80,7 +81,8 @@ class MicroBatchExecutor:
             logger.info("batches run whole, since min_tokens is 0: OverlapConfig(min_tokens=...) has larger ones cut")
         self._state_block = state_block
         self._balance_position = balance_position
-        self._cpu = cpu_for(group.device, group.rank_in_group) if group.device.type == "cuda" else None
+        cpus = cpus_for(group.device, group.rank_in_group) if group.device.type == "cuda" else []
+        self._cpu = SharedCpu(cpus) if cpus else None
         self._workers: list[Worker] = []
         self._lane: CommLane | None = None
         self._counts = PieceCounts(group, self._config)

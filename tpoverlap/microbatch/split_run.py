@@ -19,6 +19,7 @@ from tpoverlap.microbatch.foreign_collectives import ForeignCollectiveWatch
 from tpoverlap.microbatch.lane import CommLane, Measurement, PendingCollective, Stamp
 from tpoverlap.microbatch.outputs import Output, join_outputs
 from tpoverlap.microbatch.runs import Forward, PieceContext, num_bytes
+from tpoverlap.microbatch.shared_cpu import SharedCpu
 from tpoverlap.microbatch.stats import IntervalKind
 from tpoverlap.microbatch.thread_state import ThreadState
 from tpoverlap.microbatch.worker import Worker
@@ -45,7 +46,7 @@ class SplitRun:
         lane: CommLane,
         make_watch: Callable[[], ForeignCollectiveWatch] | None = None,
         *,
-        cpu: int | None = None,
+        cpu: SharedCpu | None = None,
     ) -> None:
         """make_watch: for a run whose pieces are watched for collectives that are not the group's. cpu: where the
         workers take turns, so that caches stay warm and no sleeping CPU has to be woken at a hand-over; None: anywhere.
@@ -115,8 +116,14 @@ class SplitRun:
 
     def _run_piece(self, k: int, forward: Forward, scheduler: _PieceScheduler) -> None:
         try:
-            self._workers[k].run_on(self._cpu)
+            worker = self._workers[k]
+            if self._cpu is None:
+                worker.run_on(None)
+            elif k == 0:
+                self._cpu.settle(worker.run_on)
             self._take_turn(k)
+            if self._cpu is not None:
+                worker.run_on(self._cpu.cpu)
             with self._state.applied(), use_scheduler(scheduler):
                 self._outputs[k] = scheduler.run_forward(forward)
             self._check_counts(k)
