@@ -116,12 +116,23 @@ def measure(options: Options) -> Findings:
         gc.freeze()
         arms = choose_arms(options, trials)
         warm_up(trials, arms, options.chunk)
-        found = [measure_length(options, trials, arms, length) for length in options.lengths]
+        found = []
+        for length in options.lengths:
+            found.append(measure_length(options, trials, arms, length))
+            if options.json and team.world.rank == 0:
+                keep(options.json, options, found)
         ours = everything(arms)
         is_whole = options.layers == SHAPES[options.shape].num_layers
         parts = device_tables(trials, arms, options.shape, max(options.lengths)) if is_whole else []
         footprints = soak(trials, ours, options.soak, 2 * options.chunk) if options.soak else None
         return Findings(found, footprints, parts)
+
+
+def keep(path: Path, options: Options, prompts: list[Measured]) -> None:
+    """Writes the record of what there is so far: a phase behind it may fail, or be cut short."""
+    found = Findings(prompts, None, [])
+    lines = [*described(options, found), "The run did not come to its end."]
+    write_json(path, what=WHAT, tables=tables(found), figures=figures(found), notes=lines)
 
 
 def choose_arms(options: Options, trials: PrefillTrials) -> list[PrefillArm]:
@@ -224,6 +235,24 @@ def report(options: Options, found: Findings) -> int:
     prefills = [(one, measured_by(one, found.prompts, options.chunk, options.device)) for one in found.parts]
     made = tables(found) + ([predictions(prefills)] if prefills else [])
     print_tables(made)
+    lines = described(options, found)
+    if not prefills:
+        lines.append("Nothing was predicted: --layers has left some of the model out.")
+    if options.json:
+        made += [table for one, measured in prefills for table in to_record(one, measured)]
+        record = write_json(options.json, what=WHAT, tables=made, figures=figures(found), notes=lines)
+        print(f"\nrecord: {options.json}")
+        if options.plot:
+            write_plot(options.plot, record)
+            print(f"plot: {options.plot}")
+    not_reached = missed(found)
+    for sentence in not_reached:
+        print(f"goal missed: {sentence}", file=sys.stderr)
+    return 1 if options.gates and not_reached else 0
+
+
+def described(options: Options, found: Findings) -> list[str]:
+    """What was measured, and how."""
     shape = options.model
     weights = "FP16 activations" if options.device == "cuda" else "FP32 activations"
     lines = [
@@ -244,19 +273,7 @@ def report(options: Options, found: Findings) -> int:
     ]
     if options.teams == 1 and options.device == "cuda":
         lines.append("NCCL with peer access was not compared: left out, or these GPUs do not reach each other.")
-    if not prefills:
-        lines.append("Nothing was predicted: --layers has left some of the model out.")
-    if options.json:
-        made += [table for one, measured in prefills for table in to_record(one, measured)]
-        record = write_json(options.json, what=WHAT, tables=made, figures=figures(found), notes=lines)
-        print(f"\nrecord: {options.json}")
-        if options.plot:
-            write_plot(options.plot, record)
-            print(f"plot: {options.plot}")
-    not_reached = missed(found)
-    for sentence in not_reached:
-        print(f"goal missed: {sentence}", file=sys.stderr)
-    return 1 if options.gates and not_reached else 0
+    return lines
 
 
 def load_record(path: Path) -> dict[str, Any]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -269,6 +271,26 @@ def _tables_of_teams(rank: int) -> str:
 
 def test_a_team_that_has_one_transport_gets_the_tables_of_all() -> None:
     assert len(set(run_ranks(_tables_of_teams, 4))) == 1
+
+
+def test_what_was_measured_outlasts_a_run_that_is_cut_short(tmp_path: Path) -> None:
+    record_file = tmp_path / "record.json"
+    command = [sys.executable, str(ROOT / "launch" / "bench_prefill.py"), "--device", "cpu", "--shape", "tiny"]
+    command += ["--chunk", "128", "--state-block", "64", "--lengths", "300", "--rounds", "1", "--samples", "2"]
+    command += ["--decode-repetitions", "1", "--soak", "100000", "--json", str(record_file)]
+    run = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
+    try:
+        while not record_file.exists():
+            assert run.poll() is None
+            time.sleep(0.1)
+        time.sleep(0.5)
+    finally:
+        os.killpg(run.pid, signal.SIGTERM)
+        run.wait()
+    record = json.loads(record_file.read_text())
+    check_record(record)
+    assert record["notes"][-1] == "The run did not come to its end."
+    assert "channel_over_serial_300" in record["figures"]
 
 
 def test_a_short_run_on_cpu_ranks_leaves_all_its_files(tmp_path: Path) -> None:
