@@ -8,8 +8,6 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from tpoverlap.model.fused import add_rms_norm, rms_norm, silu_mul
-
 Reduce = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -29,30 +27,29 @@ EPS = 1e-6
 
 
 class Layer:
-    """One pre-norm layer on this rank. Its two parts take normalized hidden states and return what the ranks'
-    all-reduce then adds up. Norms, residual sums and activations are one launch each, as in the library's decoder."""
+    """One pre-norm layer on this rank. Its two parts return what the ranks' all-reduce then adds up."""
 
     def __init__(self, shape: StackShape, dtype: torch.dtype, generator: torch.Generator) -> None:
         def weight(rows: int, columns: int) -> torch.Tensor:
             values = torch.randn(rows, columns, dtype=dtype, device=generator.device, generator=generator)
             return values.mul_(columns**-0.5)
 
-        self.attention_norm, self.mlp_norm = (
-            torch.ones(shape.hidden, dtype=dtype, device=generator.device) for _ in range(2)
-        )
         self._attention_out = shape.attention_out
+        self._norms = [torch.ones(shape.hidden, dtype=dtype, device=generator.device) for _ in range(2)]
         self._attention_in = weight(shape.attention_in, shape.hidden)
         self._out = weight(shape.hidden, shape.attention_out)
         self._gate_up = weight(shape.gate_up, shape.hidden)
         self._down = weight(shape.hidden, shape.gate_up // 2)
 
-    def attention(self, normed: torch.Tensor) -> torch.Tensor:
+    def attention(self, hidden: torch.Tensor) -> torch.Tensor:
         """The projections around an attention; its place takes a gated product of the same size."""
-        projected = F.linear(normed, self._attention_in)
-        return F.linear(silu_mul(projected[:, : 2 * self._attention_out]), self._out)
+        projected = F.linear(_norm(hidden, self._norms[0]), self._attention_in)
+        size = self._attention_out
+        return F.linear(F.silu(projected[:, size : 2 * size]) * projected[:, :size], self._out)
 
-    def mlp(self, normed: torch.Tensor) -> torch.Tensor:
-        return F.linear(silu_mul(F.linear(normed, self._gate_up)), self._down)
+    def mlp(self, hidden: torch.Tensor) -> torch.Tensor:
+        gate, up = F.linear(_norm(hidden, self._norms[1]), self._gate_up).chunk(2, dim=-1)
+        return F.linear(F.silu(gate) * up, self._down)
 
 
 class LayerStack:
@@ -63,23 +60,23 @@ class LayerStack:
         self.layers = [Layer(shape, dtype, generator) for _ in range(num_layers)]
 
     def forward(self, hidden: torch.Tensor, reduce: Reduce) -> torch.Tensor:
-        normed = rms_norm(hidden, self.layers[0].attention_norm, EPS)
-        for layer, following in zip(self.layers, [*self.layers[1:], None], strict=True):
-            hidden, normed = add_rms_norm(hidden, reduce(layer.attention(normed)), layer.mlp_norm, EPS)
-            update = reduce(layer.mlp(normed))
-            if following is None:
-                return hidden + update
-            hidden, normed = add_rms_norm(hidden, update, following.attention_norm, EPS)
+        for layer in self.layers:
+            hidden = hidden + reduce(layer.attention(hidden))
+            hidden = hidden + reduce(layer.mlp(hidden))
         return hidden
 
     def attention_alone(self, pieces: Sequence[torch.Tensor]) -> None:
         """What all layers compute up to their first all-reduce, piece after piece as in a split run."""
         for layer in self.layers:
             for piece in pieces:
-                layer.attention(add_rms_norm(piece, piece, layer.attention_norm, EPS)[1])
+                piece + layer.attention(piece)
 
     def mlp_alone(self, pieces: Sequence[torch.Tensor]) -> None:
         """The same from there up to the second."""
         for layer in self.layers:
             for piece in pieces:
-                layer.mlp(add_rms_norm(piece, piece, layer.mlp_norm, EPS)[1])
+                piece + layer.mlp(piece)
+
+
+def _norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return F.rms_norm(x, x.shape[-1:], weight, EPS)

@@ -6,13 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from tpoverlap.microbatch import cpu_choice
 from tpoverlap.microbatch.cpu_choice import choose_cpus, parse_cpu_list
 from tpoverlap.microbatch.shared_cpu import SharedCpu, loop_s
 
 
 def choose_cpu(allowed: set[int], address: str, rank: int, pci: Path, cpus: Path | None = None) -> int | None:
-    chosen = cpu_choice.choose_cpus(allowed, address, rank, pci, cpus or pci / "no cpus")
+    chosen = choose_cpus(allowed, address, rank, 1, pci, cpus or pci / "no cpus")
     assert len(set(chosen)) == len(chosen)
     return chosen[0] if chosen else None
 
@@ -109,8 +108,19 @@ def test_siblings_that_the_process_may_not_use_do_not_count(tmp_path: Path) -> N
 
 def test_no_gpu_ever_goes_to_a_cpu_of_another(tmp_path: Path) -> None:
     gpus = [add(tmp_path, f"0000:{bus}:00.0", cpus="0-7") for bus in (20, 30, 40)]
-    of_gpu = [choose_cpus(set(range(8)), gpu, rank, tmp_path, tmp_path / "none") for rank, gpu in enumerate(gpus)]
+    of_gpu = [choose_cpus(set(range(8)), gpu, rank, 1, tmp_path, tmp_path / "none") for rank, gpu in enumerate(gpus)]
     assert sum(map(len, of_gpu)) == len(set().union(*of_gpu)) == 6
+
+
+@pytest.mark.parametrize("ranks", range(1, 9))
+@pytest.mark.parametrize("cpus", [1, 2, 3, 5, 8, 16, 31])
+def test_ranks_never_meet_on_a_cpu_while_there_are_enough(tmp_path: Path, cpus: int, ranks: int) -> None:
+    """Whether or not the system tells that they share a GPU."""
+    gpu = add(tmp_path, "0000:20:00.0", cpus=None)
+    of_rank = [choose_cpus(set(range(cpus)), gpu, rank, ranks, tmp_path, tmp_path / "none") for rank in range(ranks)]
+    assert {len(chosen) for chosen in of_rank} == {max(1, cpus // ranks)}
+    if cpus >= ranks:
+        assert sum(map(len, of_rank)) == len(set().union(*of_rank))
 
 
 class Cpus:

@@ -12,22 +12,22 @@ _PCI, _CPUS = Path("/sys/bus/pci/devices"), Path("/sys/devices/system/cpu")
 _NVIDIA, _DISPLAY_CLASS = "0x10de", "0x03"
 
 
-def cpus_for(device: torch.device, rank: int) -> list[int]:
-    """CPUs that this process may use, in order of preference: near the device and of no other GPU of the box. The first
-    one differs between ranks that share a GPU, and is of another core while there are enough. Empty where there are too
-    few CPUs for that.
+def cpus_for(device: torch.device, rank: int, ranks: int) -> list[int]:
+    """CPUs that this process may use, in order of preference: near the device, of no other GPU of the box and, while
+    there are enough, of no other rank. The first one is of a core of its own while there are enough. Empty where there
+    are too few CPUs for that.
 
-    rank: of the group. Where the system does not tell what is near, ranks are spread over all CPUs that the process may
-    use.
+    rank, ranks: of the group, any of which may share the GPU. Where the system does not tell what is near, ranks are
+    spread over all CPUs that the process may use.
     """
     properties: Any = torch.cuda.get_device_properties(device)
     address = ""
     if hasattr(properties, "pci_bus_id"):
         address = f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
-    return choose_cpus(os.sched_getaffinity(os.getpid()), address, rank, _PCI, _CPUS)
+    return choose_cpus(os.sched_getaffinity(os.getpid()), address, rank, ranks, _PCI, _CPUS)
 
 
-def choose_cpus(allowed: set[int], address: str, rank: int, pci: Path, cpu_folder: Path) -> list[int]:
+def choose_cpus(allowed: set[int], address: str, rank: int, ranks: int, pci: Path, cpu_folder: Path) -> list[int]:
     """address: of the device, as in ``pci``, the folder where the system lists PCI devices; ``cpu_folder``: that of its
     CPUs. Each GPU has a stretch of the cores near it for itself, or of their CPUs where there are fewer cores."""
     local = _read(pci / address / "local_cpulist") if address else ""
@@ -51,8 +51,8 @@ def choose_cpus(allowed: set[int], address: str, rank: int, pci: Path, cpu_folde
     # CPUs of one core slow each other down, so a second one of a core comes after all firsts.
     candidates = [core[i] for i in range(max(map(len, own))) for core in own if i < len(core)]
     # One further than the first of all: that CPU often serves the system's interrupts.
-    first = (rank + 1) % len(candidates)
-    return candidates[first:] + candidates[:first]
+    count = max(1, len(candidates) // ranks)
+    return [candidates[(rank + 1 + ranks * i) % len(candidates)] for i in range(count)]
 
 
 def _cores(cpus: set[int], cpu_folder: Path) -> list[list[int]]:

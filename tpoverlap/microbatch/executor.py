@@ -81,7 +81,7 @@ class MicroBatchExecutor:
             logger.info("batches run whole, since min_tokens is 0: OverlapConfig(min_tokens=...) has larger ones cut")
         self._state_block = state_block
         self._balance_position = balance_position
-        cpus = cpus_for(group.device, group.rank_in_group) if group.device.type == "cuda" else []
+        cpus = cpus_for(group.device, group.rank_in_group, group.world_size) if group.device.type == "cuda" else []
         self._cpu = SharedCpu(cpus) if cpus else None
         self._workers: list[Worker] = []
         self._lane: CommLane | None = None
