@@ -23,7 +23,7 @@ if str(LAUNCH) not in sys.path:
 TEXT = "The quick brown fox jumps over the lazy dog; then the dog, not lazy at all, gives chase. " * 10
 
 
-def save_tiny_model(folder: Path, seed: int = 0, *, intermediate_size: int = 75) -> Path:
+def save_tiny_model(folder: Path, seed: int = 0, *, intermediate_size: int = 75, head_dim: int = 16) -> Path:
     """A random Llama of 3 KV heads and a tokenizer whose 259 tokens are bytes and three special ones."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -44,7 +44,7 @@ def save_tiny_model(folder: Path, seed: int = 0, *, intermediate_size: int = 75)
         num_hidden_layers=2,
         num_attention_heads=9,
         num_key_value_heads=3,
-        head_dim=16,
+        head_dim=head_dim,
         max_position_embeddings=1024,
         initializer_range=0.2,
         tie_word_embeddings=True,

@@ -133,6 +133,22 @@ def test_one_to_three_ranks_agree_in_fp32(arguments: list[str], jobs: dict[str, 
     assert table_row(outputs[2], "pieces of a chunk")[1] == "128+128, 88"
 
 
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.gpu), pytest.param(2, marks=pytest.mark.multigpu)])
+def test_gpus_say_what_the_cpu_says_in_fp32(ranks: int, tmp_path: Path) -> None:
+    """With heads that the Triton kernels serve."""
+    model = save_tiny_model(tmp_path / "model", head_dim=64)
+    basis = [*base_arguments(model, tmp_path), "--weights", "fp32"]
+    jobs = [Job([*basis, "--device", device]) for device in ("cpu", "cuda")]
+    cpu, gpu = (outcomes[0] for outcomes in run_jobs(jobs, world_size=ranks))
+    assert (cpu.status, gpu.status) == (0, 0), gpu.err
+    assert generated(gpu.out) == generated(cpu.out)
+    assert perplexity(gpu.out) == pytest.approx(perplexity(cpu.out), rel=1e-4)
+    for label in ("first token, s", "decode, ms/token"):
+        assert table_row(gpu.out, label)
+    served = table_row(gpu.out, "collectives served by")[1]
+    assert "kernel (" in served if ranks > 1 else served == "-"
+
+
 def test_any_number_of_pieces_gives_the_same(jobs: dict[str, list[Outcome]]) -> None:
     fp32, whole, three = (jobs[name][0].out for name in ("fp32", "whole", "three pieces"))
     assert table_row(whole, "pieces of a chunk")[1] == "256, 88"
