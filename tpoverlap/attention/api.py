@@ -168,8 +168,8 @@ def paged_prefill(
         if always:
             keep(_prepared_prefills, signature, prefill)
     if out is None:
-        out = q.new_empty(q.shape)
-    lse = q.new_empty(q.shape[:2], dtype=torch.float32) if return_lse else None
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    lse = _lse_of(q) if return_lse else None
     prefill(q, k_cache, v_cache, block_table, cu_seqlens_q, seq_lens, out, lse)
     return out if lse is None else (out, lse)
 
@@ -289,10 +289,16 @@ def paged_decode(
     if workspace is not None:
         _check_workspace(workspace, q, num_splits)
     if out is None:
-        out = q.new_empty(q.shape)
-    lse = q.new_empty(q.shape[:2], dtype=torch.float32) if return_lse else None
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    lse = _lse_of(q) if return_lse else None
     decode(q, k_cache, v_cache, block_table, seq_lens, out, lse, workspace)
     return out if lse is None else (out, lse)
+
+
+def _lse_of(q: torch.Tensor) -> torch.Tensor:
+    """As ``q.new_empty(q.shape[:2], dtype=torch.float32)``, in half the time, of which a short decode is made."""
+    tokens, heads, _ = q.shape
+    return torch.empty_strided((tokens, heads), (heads, 1), dtype=torch.float32, device=q.device)
 
 
 def decode_workspace_size(rows: int, q_heads: int, head_dim: int, num_splits: int = 16) -> int:
@@ -346,7 +352,7 @@ def _prepare_prefill(
         num_splits=num_splits,
         max_query_len=most,
         out=output_like(q, out),
-        lse=q.new_empty(q.shape[:2], dtype=torch.float32) if return_lse else None,
+        lse=_lse_of(q) if return_lse else None,
     )
     return prefill, keep
 
@@ -380,7 +386,7 @@ def _prepare_decode(
         softcap=softcap,
         num_splits=num_splits,
         out=output_like(q, out),
-        lse=q.new_empty(q.shape[:2], dtype=torch.float32) if return_lse else None,
+        lse=_lse_of(q) if return_lse else None,
     )
 
 

@@ -116,7 +116,7 @@ def vector_rows(cache: torch.Tensor) -> bool:
 def output_like(q: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
     """``out`` where it fits q, else a new tensor; raises ValueError where it does not fit."""
     if out is None:
-        return q.new_empty(q.shape)
+        return torch.empty_like(q, memory_format=torch.contiguous_format)
     if out.shape != q.shape or out.dtype != q.dtype or out.device != q.device:
         raise ValueError(
             f"out must have the shape, dtype and device of q, {tuple(q.shape)} {q.dtype} on {q.device}, "
