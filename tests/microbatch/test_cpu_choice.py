@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
+from tpoverlap.microbatch import shared_cpu
 from tpoverlap.microbatch.cpu_choice import choose_cpus, parse_cpu_list
 from tpoverlap.microbatch.shared_cpu import SharedCpu, loop_s
 
@@ -128,14 +131,20 @@ class Cpus:
 
     def __init__(self, *seconds: float) -> None:
         self.seconds = list(seconds)
+        self.gone: set[int] = set()
         self.moves: list[int] = []
-        self.shared = SharedCpu(range(len(seconds)), lambda: self.seconds[self.moves[-1]])
+        with patch.object(shared_cpu, "move_to", lambda cpus: self._move(*cpus)):
+            self.shared = SharedCpu(range(len(seconds)), lambda: self.seconds[self.moves[-1]])
 
     def settle(self) -> int:
         self.moves.clear()
-        self.shared.settle(self.moves.append)
-        assert self.moves[-1] == self.shared.cpu
+        self.shared.settle(self._move)
         return self.shared.cpu
+
+    def _move(self, cpu: int) -> bool:
+        if cpu not in self.gone:
+            self.moves.append(cpu)
+        return cpu not in self.gone
 
 
 def test_the_first_cpu_is_taken_and_kept_while_it_is_as_fast_as_any() -> None:
@@ -154,7 +163,32 @@ def test_a_slow_cpu_is_left_for_the_next_fast_one_and_not_returned_to() -> None:
     assert cpus.moves == [0, 1, 2]
     cpus.seconds[0] = 1.0
     assert cpus.settle() == 2
-    assert Cpus(2.0, 1.0).settle() == 1
+    assert Cpus(2.0, 1.0).shared.cpu == 1
+
+
+def test_no_more_than_a_few_are_compared() -> None:
+    cpus = Cpus(*[1.0] * 100)
+    assert cpus.moves == [*range(8), 0]
+
+
+def test_a_cpu_that_is_gone_is_not_taken_for_another() -> None:
+    cpus = Cpus(1.0, 1.0, 1.0)
+    cpus.gone, cpus.seconds[0] = {1}, 2.0
+    assert cpus.settle() == 2
+    cpus.gone = {0, 1, 2}
+    assert cpus.settle() == 2
+    assert cpus.moves == []
+    cpus.gone = {2}
+    cpus.seconds[0] = 1.0
+    assert cpus.settle() == 0
+
+
+def test_where_moving_is_forbidden_threads_stay_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forbidden(thread: int, cpus: set[int]) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr(os, "sched_setaffinity", forbidden)
+    assert SharedCpu([7, 3]).cpu == 7
 
 
 def test_where_all_have_become_slow_the_first_of_the_fastest_serves() -> None:

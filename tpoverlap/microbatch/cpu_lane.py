@@ -63,9 +63,6 @@ class CpuCommLane:
     def now(self) -> float:
         return time.perf_counter()
 
-    def resumed(self, waiting: float, end: float) -> float:
-        return self.now()
-
     def seconds(self, stamp: float) -> float:
         return stamp
 

@@ -32,7 +32,7 @@ class CudaPending:
         self._held: tuple[Any, ...] = (launch, result)
         self._event = ends[-1]
         self.start = start
-        self.end = ends
+        self.end: Stamp = ends
 
     def result(self) -> Any:
         # What the allocator hands out again after this line is used behind the wait.
@@ -93,10 +93,6 @@ class CudaCommLane:
 
     def now(self) -> torch.cuda.Event:
         return self._record(self.compute_stream())
-
-    def resumed(self, waiting: torch.cuda.Event, end: tuple[torch.cuda.Event, ...]) -> Stamp:
-        # A stream that waits goes on at once: another event would tell what these do.
-        return (waiting, *end)
 
     def compute_stream(self) -> torch.cuda.Stream:
         """The calling thread's current stream. Asking torch for the object costs ten times what its handle does."""

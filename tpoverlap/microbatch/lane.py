@@ -48,11 +48,6 @@ class CommLane(Protocol):
         """The moment at which the calling thread's compute comes here."""
         ...
 
-    def resumed(self, waiting: Stamp, end: Stamp) -> Stamp:
-        """The moment at which the calling thread's compute goes on that has waited, from ``waiting`` on, for a
-        collective (:meth:`PendingCollective.result`) with this ``end``."""
-        ...
-
     def seconds(self, stamp: Stamp) -> float:
         """On the host's monotonic clock. May wait for the device to come to the stamp."""
         ...

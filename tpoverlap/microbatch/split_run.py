@@ -179,7 +179,7 @@ class SplitRun:
         self._in_flight[k] = None
         if self._stopped:
             raise PieceStopped
-        self._resumed = self._lane.resumed(waiting, pending.end)
+        self._resumed = self._lane.now()
         self.record("communication", k, name, pending.start, pending.end, num_bytes(inputs), index)
         self.record("exposed", k, name, waiting, self._resumed, 0, index)
         return result

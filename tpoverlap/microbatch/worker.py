@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from queue import SimpleQueue
 
 
@@ -18,13 +17,16 @@ class Worker:
         self._thread = threading.Thread(target=_serve, args=(self._tasks,), name=name, daemon=True)
         self._thread.start()
 
-    def run_on(self, cpu: int | None) -> None:
-        """Called by a task: keeps the thread on that CPU from now on; None: on any that the process may use."""
-        if cpu == self._cpu:
-            return
-        with contextlib.suppress(OSError):  # a container may forbid it, or the CPU is gone: then it runs where it runs
-            os.sched_setaffinity(0, os.sched_getaffinity(os.getpid()) if cpu is None else {cpu})
+    def run_on(self, cpu: int | None) -> bool:
+        """Called by a task: keeps the thread on that CPU from now on; None: on any that the process may use.
+
+        Returns whether it is so: a container may forbid it, or the CPU is gone. Then the thread runs where it ran.
+        """
+        if cpu != self._cpu:
+            if not move_to(os.sched_getaffinity(os.getpid()) if cpu is None else {cpu}):
+                return False
             self._cpu = cpu
+        return True
 
     def start(self, task: Callable[[], None]) -> None:
         self._tasks.put(task)
@@ -32,6 +34,15 @@ class Worker:
     def close(self) -> None:
         self._tasks.put(None)
         self._thread.join()
+
+
+def move_to(cpus: Collection[int]) -> bool:
+    """Keeps the calling thread on these CPUs, where the system allows it; returns whether it does."""
+    try:
+        os.sched_setaffinity(0, cpus)
+    except OSError:
+        return False
+    return True
 
 
 def _serve(tasks: SimpleQueue[Callable[[], None] | None]) -> None:
