@@ -115,7 +115,7 @@ def test_wrong_writes_are_refused():
 
 
 def test_long_caches_get_more_splits():
-    assert [decode_splits(keys) for keys in (1, 4096, 4097, 10**7)] == [16, 16, 64, 64]
+    assert [decode_splits(keys) for keys in (1, 4096, 4097, 65_536, 65_537, 10**7)] == [16, 16, 64, 64, 128, 128]
     for keys in (0, -1, True, 4096.5):
         with pytest.raises(ValueError, match=f"max_keys must be an int at least 1, got {keys}"):
             decode_splits(keys)

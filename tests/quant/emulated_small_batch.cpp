@@ -4,4 +4,5 @@
 
 #define KERNEL nvfp4_small_batch
 #define CLUSTER 1
+#define LEFT_OVER() ""
 #include "emulated_small_batch_run.h"

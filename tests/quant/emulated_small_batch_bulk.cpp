@@ -4,4 +4,5 @@
 
 #define KERNEL nvfp4_small_batch_bulk
 #define CLUSTER 2
+#define LEFT_OVER emulated::left_over
 #include "emulated_small_batch_run.h"

@@ -80,10 +80,14 @@ static int my_warp() { return block->current / kLanes; }
 static u32 my_rank() { return block->current / kBlockThreads; }
 static u32 my_thread() { return block->current % kBlockThreads; }
 
+static const char* left_over() {
+    if (!copies.empty()) return "a block has ended before its copies";
+    return prefetched.empty() ? "" : "what is prefetched does not come at all";
+}
+
 static void start_cluster() {
     if (state_of == block->serial) return;
-    if (block->index.x != 0 && !copies.empty()) fail("a block has ended before its copies");
-    if (block->index.x != 0 && !prefetched.empty()) fail("what is prefetched does not come at all");
+    if (block->index.x != 0 && *left_over()) fail(left_over());
     copies.clear();
     prefetched.clear();
     for (auto& of_block : barriers_of_phases)

@@ -158,7 +158,9 @@ MISTAKES: list[emulation.Mistake] = [
     (FP16, "0x8E008E00u", "0x8C008C00u", "wrong results"),
     (DTYPES, "w < 2", "w < 3", "wrong results"),
     (DTYPES, "wait_for_previous_kernel()", "(void)0", "one ahead runs"),
+    (DTYPES, "share.first + i / kSteps * kTileRows", "i / kSteps * kTileRows", "does not come"),
     (DTYPES, "i / kSteps * kTileRows", "i * kTileRows", "does not come"),
+    (DTYPES, "min(a.slots, share.tiles * kSteps)", "a.slots", "does not come at all"),
     (DTYPES, "cluster_wait()", "(void)0", "race|nobody has made"),
     (DTYPES, "barrier_wait(kFull + 8 * ring.slot, ring.parity)", "(void)0", "race"),
     (DTYPES, "barrier_wait(kFree + 8 * ring.slot, ring.parity ^ 1)", "(void)0", "race|too many"),
@@ -190,7 +192,7 @@ MISTAKES: list[emulation.Mistake] = [
     (DTYPES, "first + kWarps / 4 * (kTileRows * 128)", "first", "wrong results"),
     (DTYPES, "scale + kWarps * (kHalfK / 16)", "scale", "wrong results"),
     (DTYPES, "kCodeBytes + kScaleBytes", "kCodeBytes", "every thread waits|race"),
-    (DTYPES, "32 * 16", "31 * 16", "every thread waits|race|wrong results"),
+    (DTYPES, "32 * 16", "31 * 16", "every thread waits|race|wrong results|before its copies"),
     (DTYPES, "mine.x + passed.x", "mine.x", "wrong results"),
     (DTYPES, "row_of(quad) + 8 * (i >> 1)", "quad + 8 * (i >> 1)", "wrong results"),
     (DTYPES, "m >= a.m", "false", "written outside y"),
@@ -202,7 +204,8 @@ EXAMINED = dataclasses.replace(layout(*SIZE), halves=True)
 
 
 def examine(emulated: ctypes.CDLL, dtype: torch.dtype) -> None:
-    """A last tile that is not full, a ring and sums that come round, steps that some warps do not have, NaN scales."""
+    """A last tile that is not full, a ring and sums that come round, steps that some warps do not have, NaN scales; and
+    less than the ring holds."""
     n, k = SIZE
     run = functools.partial(emulation.linear, layout=EXAMINED, emulation=emulated)
     x, weight, bias = exact_problem(n, k, 3, 1, dtype, per_row=True, with_bias=True)
@@ -212,6 +215,9 @@ def examine(emulated: ctypes.CDLL, dtype: torch.dtype) -> None:
     weight.scales.view(torch.uint8)[rows, rows] = 0x7F
     want[:, rows] = torch.nan
     assert_equal(run(x, weight, bias, seed=1), want, "NaN scales:")
+    x, weight, bias = exact_problem(25, k, 1, 2, dtype, per_row=False, with_bias=False)
+    a_tile_each = dataclasses.replace(EXAMINED, blocks=4, block_rows=16)
+    assert_equal(run(x, weight, layout=a_tile_each), exact(x, weight, bias).to(dtype))
 
 
 @functools.cache

@@ -22,8 +22,8 @@ class Kernel:
 
     block: threads of a block. shared_bytes: dynamic shared memory of a block. programmatic: its blocks may start before
     the kernel ahead on the stream has ended (programmatic dependent launch, compute capability 9.0): its code waits by
-    griddepcontrol.wait before it reads or writes global memory. A library is loaded once and stays until the
-    process ends. Loading is allowed while a stream is being captured.
+    griddepcontrol.wait before it takes values of global memory or writes them. A library is loaded once and stays until
+    the process ends. Loading is allowed while a stream is being captured.
     """
 
     def __init__(

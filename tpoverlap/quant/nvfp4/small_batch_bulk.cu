@@ -137,7 +137,8 @@ __device__ __forceinline__ void copy_scales(u32 to, const TensorMap& map, int pa
                  "r"(shared_address(barrier)) : "memory");
 }
 
-// Asks for what copy_codes and copy_scales would copy in the L2 cache. Nothing is read: who writes it meanwhile is seen.
+// Asks for what copy_codes and copy_scales would copy in the L2 cache. No value is taken from it: the copies behind the
+// wait see what was written meanwhile.
 __device__ __forceinline__ void prefetch_codes(const TensorMap& map, int pair, long long row, u32 rank) {
     asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global [%0, {0, %1, %2, %3}];" ::"l"(&map),
                  "r"(static_cast<int>(row)), "r"(pair), "r"(rank) : "memory");
@@ -376,7 +377,8 @@ __device__ __forceinline__ void take_x(const Arguments& a, int warp, int quad, i
         for (int i = 0; i < 4; ++i) {
             const int k = k_of(warp, in_quad, s, i);
             if (quad >= a.m || k >= half) continue;
-            v[i] = load_x(static_cast<const unsigned char*>(a.x) + 2 * (static_cast<long long>(quad) * a.k + rank * half + k));
+            const long long at = static_cast<long long>(quad) * a.k + rank * half + k;
+            v[i] = load_x(static_cast<const unsigned char*>(a.x) + 2 * at);
         }
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
@@ -453,8 +455,8 @@ nvfp4_small_batch_bulk(const __grid_constant__ Arguments a) {
     cluster_arrive();
     if (threadIdx.x == 32 * kWarps) prefetch(a, share);
     __syncwarp();
-    // Nothing of global memory is read or written before, and the next kernel starts no earlier than after it: launches see each
-    // other's results as without programmatic launches.
+    // No value of global memory is taken or written before, and the next kernel starts no earlier than after it: launches
+    // see each other's results as without programmatic launches.
     wait_for_previous_kernel();
     let_next_kernel_start();
     u32 x[kSteps][16];
