@@ -156,8 +156,11 @@ def write_json(
     tables: Sequence[Mapping[str, Any]],
     figures: Mapping[str, float | int | str],
     notes: Sequence[str] = (),
+    command: str | None = None,
 ) -> dict[str, Any]:
     """Writes the record of a run, with the machine, the versions, the commit and the command line; returns it.
+
+    command: None: that of this process. A file that is there is replaced as a whole.
 
     A record worth keeping is docs/benchmarks/<what>_<hardware>_<date>.json. ValueError where :func:`check_record`
     finds a fault; OSError where the file cannot be written.
@@ -165,7 +168,7 @@ def write_json(
     record = {
         "what": what,
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "command": command_line(),
+        "command": command or command_line(),
         "commit": commit(),
         "hardware": hardware(),
         "versions": versions(),
@@ -174,7 +177,10 @@ def write_json(
         "figures": dict(figures),
     }
     check_record(record)
-    Path(path).write_text(json.dumps(record, indent=1, ensure_ascii=False, allow_nan=False) + "\n", encoding="utf-8")
+    text = json.dumps(record, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+    unfinished = Path(f"{os.fspath(path)}.part")
+    unfinished.write_text(text, encoding="utf-8")
+    unfinished.replace(path)
     return record
 
 

@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 from allreduce_report import print_tables
-from bench_common import Arm, Comparison, alternate, check_record, write_json
+from bench_common import Arm, Comparison, alternate, check_record, command_line, write_json
 from bench_teams import Team, peer_access
 from job_machine import require_packages
 from job_ranks import start_ranks
@@ -98,14 +98,14 @@ def main() -> int:
         if options.record and options.plot:
             write_plot(options.plot, load_record(options.record))
             return 0
-        return report(options, start_ranks(options.ranks * options.teams, measure, options))
+        return report(options, start_ranks(options.ranks * options.teams, measure, options, command_line()))
     except (TpOverlapError, OSError, ValueError) as error:
         print(f"bench_prefill: {error}", file=sys.stderr, flush=True)
         return 1
 
 
-def measure(options: Options) -> Findings:
-    """One rank's part of the work; the findings are the same on every rank."""
+def measure(options: Options, command: str) -> Findings:
+    """One rank's part of the work; the findings are the same on every rank. command: that made the ranks."""
     with ExitStack() as stack:
         team = Team.join(options.ranks, options.device)
         stack.callback(team.world.leave)
@@ -120,7 +120,7 @@ def measure(options: Options) -> Findings:
         for length in options.lengths:
             found.append(measure_length(options, trials, arms, length))
             if options.json and team.world.rank == 0:
-                keep(options.json, options, found)
+                keep(options.json, options, found, command)
         ours = everything(arms)
         is_whole = options.layers == SHAPES[options.shape].num_layers
         parts = device_tables(trials, arms, options.shape, max(options.lengths)) if is_whole else []
@@ -128,11 +128,11 @@ def measure(options: Options) -> Findings:
         return Findings(found, footprints, parts)
 
 
-def keep(path: Path, options: Options, prompts: list[Measured]) -> None:
+def keep(path: Path, options: Options, prompts: list[Measured], command: str) -> None:
     """Writes the record of what there is so far: a phase behind it may fail, or be cut short."""
     found = Findings(prompts, None, [])
     lines = [*described(options, found), "The run did not come to its end."]
-    write_json(path, what=WHAT, tables=tables(found), figures=figures(found), notes=lines)
+    write_json(path, what=WHAT, tables=tables(found), figures=figures(found), notes=lines, command=command)
 
 
 def choose_arms(options: Options, trials: PrefillTrials) -> list[PrefillArm]:
@@ -331,6 +331,8 @@ def parse_options(arguments: Sequence[str] | None = None) -> Options:
     for path in (given.json, given.plot, given.trace):
         if path is not None and not path.absolute().parent.is_dir():
             parser.error(f"the folder {path.parent} of {path} does not exist: make it, or give another path")
+        if path is not None and path.is_dir():
+            parser.error(f"{path} is a folder: give the path of a file")
     return Options(
         device=given.device,
         ranks=given.ranks,

@@ -290,6 +290,7 @@ def test_what_was_measured_outlasts_a_run_that_is_cut_short(tmp_path: Path) -> N
     record = json.loads(record_file.read_text())
     check_record(record)
     assert record["notes"][-1] == "The run did not come to its end."
+    assert record["command"].startswith("python launch/bench_prefill.py --device cpu")
     assert "channel_over_serial_300" in record["figures"]
 
 

@@ -115,6 +115,14 @@ def test_no_gpu_ever_goes_to_a_cpu_of_another(tmp_path: Path) -> None:
     assert sum(map(len, of_gpu)) == len(set().union(*of_gpu)) == 6
 
 
+def test_ranks_with_a_gpu_each_choose_among_all_of_its_cpus(tmp_path: Path) -> None:
+    near = ["0-31", "32-63"]
+    gpus = [add(tmp_path, f"0000:{bus:02x}:00.0", cpus=near[bus >= 4]) for bus in range(8)]
+    of_gpu = [choose_cpus(set(range(64)), gpu, rank, 8, tmp_path, tmp_path / "none") for rank, gpu in enumerate(gpus)]
+    assert [len(chosen) for chosen in of_gpu] == [8] * 8
+    assert len(set().union(*of_gpu)) == 64
+
+
 @pytest.mark.parametrize("ranks", range(1, 9))
 @pytest.mark.parametrize("cpus", [1, 2, 3, 5, 8, 16, 31])
 def test_ranks_never_meet_on_a_cpu_while_there_are_enough(tmp_path: Path, cpus: int, ranks: int) -> None:

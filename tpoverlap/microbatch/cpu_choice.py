@@ -14,8 +14,8 @@ _NVIDIA, _DISPLAY_CLASS = "0x10de", "0x03"
 
 def cpus_for(device: torch.device, rank: int, ranks: int) -> list[int]:
     """CPUs that this process may use, in order of preference: near the device, of no other GPU of the box and, while
-    there are enough, of no other rank. The first one is of a core of its own while there are enough. Empty where there
-    are too few CPUs for that.
+    there are enough, of no other rank of the group. The first one is mostly of a core of its own. Empty where there are
+    too few CPUs for that.
 
     rank, ranks: of the group, any of which may share the GPU. Where the system does not tell what is near, ranks are
     spread over all CPUs that the process may use.
@@ -33,13 +33,12 @@ def choose_cpus(allowed: set[int], address: str, rank: int, ranks: int, pci: Pat
     local = _read(pci / address / "local_cpulist") if address else ""
     near = allowed & parse_cpu_list(local)
     cpus = near or allowed
-    gpus = sorted(
+    all_gpus = sorted(
         folder.name
         for folder in (pci.iterdir() if pci.is_dir() else ())
-        if _read(folder / "vendor") == _NVIDIA
-        and _read(folder / "class").startswith(_DISPLAY_CLASS)
-        and (not near or _read(folder / "local_cpulist") == local)
+        if _read(folder / "vendor") == _NVIDIA and _read(folder / "class").startswith(_DISPLAY_CLASS)
     )
+    gpus = [gpu for gpu in all_gpus if not near or _read(pci / gpu / "local_cpulist") == local]
     place, sharers = (gpus.index(address), len(gpus)) if address in gpus else (0, 1)
     cores = _cores(cpus, cpu_folder)
     if len(cores) < sharers:
@@ -50,9 +49,11 @@ def choose_cpus(allowed: set[int], address: str, rank: int, ranks: int, pci: Pat
     own = cores[place * stretch : (place + 1) * stretch]
     # CPUs of one core slow each other down, so a second one of a core comes after all firsts.
     candidates = [core[i] for i in range(max(map(len, own))) for core in own if i < len(core)]
+    # Where the box has a GPU for each rank, none shares this one's CPUs.
+    takers = 1 if address in gpus and ranks <= len(all_gpus) else ranks
+    count = max(1, len(candidates) // takers)
     # One further than the first of all: that CPU often serves the system's interrupts.
-    count = max(1, len(candidates) // ranks)
-    return [candidates[(rank + 1 + ranks * i) % len(candidates)] for i in range(count)]
+    return [candidates[(rank + 1 + takers * i) % len(candidates)] for i in range(count)]
 
 
 def _cores(cpus: set[int], cpu_folder: Path) -> list[list[int]]:

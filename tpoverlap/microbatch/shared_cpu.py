@@ -31,7 +31,8 @@ class SharedCpu:
     """One of ``cpus`` that is not slow at present: the one taken so far, or the first of the others.
 
     A CPU whose core also serves another one, such as another virtual machine's, may run at half its speed for seconds,
-    and every microsecond that the host takes to issue a piece may be one by which all ranks are late.
+    and every microsecond that the host takes to issue a piece may be one by which all ranks are late. A CPU that other
+    threads of this system occupy is not told from a free one: the scheduler gives whole slices, a loop is shorter.
     """
 
     def __init__(self, cpus: Sequence[int], measure: Callable[[], float] = loop_s) -> None:
