@@ -50,8 +50,6 @@ PREFILL = [
     for head_dim in (128, 256)
     for n, keys in ((2048, 2048), (8192, 8192), (32768, 32768), (2048, 34816), (2048, 155648))
 ]
-# Query tokens x keys up to which these peers are timed: a call then takes tens of milliseconds.
-LARGEST = {"decode per row": 2048 * 34816}
 # A turn of a prefill is at least so long, in seconds at 400 TFLOPS: starting the graph then weighs nothing.
 TURN_S = 2e-3
 COPY_BYTES = 1 << 30
@@ -174,8 +172,6 @@ def measure_prefill(run: Run) -> None:
         calls = max(1, min(50, round(TURN_S * 400e12 / shape.flops)))
         arms = [Arm("Triton", partial(check_prefill, problem), on_many(graph_of([ours] * calls), calls))]
         for name in run.peers:
-            if shape.n * shape.keys > LARGEST.get(name, shape.n * shape.keys):
-                continue
             try:
                 call = PEERS[name](problem)
                 problem.check(call())
