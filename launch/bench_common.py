@@ -178,9 +178,13 @@ def write_json(
     }
     check_record(record)
     text = json.dumps(record, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
-    unfinished = Path(f"{os.fspath(path)}.part")
-    unfinished.write_text(text, encoding="utf-8")
-    unfinished.replace(path)
+    target = Path(path).resolve()
+    if target.exists() and not target.is_file():  # a device, such as /dev/stdout
+        target.write_text(text, encoding="utf-8")
+    else:
+        unfinished = target.with_name(f"{target.name}.part")
+        unfinished.write_text(text, encoding="utf-8")
+        unfinished.replace(target)
     return record
 
 

@@ -261,3 +261,15 @@ def test_progress_without_rich_falls_back_to_lines(monkeypatch: pytest.MonkeyPat
 def test_progress_of_nothing_is_refused() -> None:
     with pytest.raises(ValueError, match="1 step or more, got 0"):
         Progress("bench", 0)
+
+
+def test_a_record_takes_the_place_of_a_file_as_a_whole_and_of_nothing_else(tmp_path: Path) -> None:
+    file, link = tmp_path / "x.json", tmp_path / "link.json"
+    file.write_text("old")
+    link.symlink_to(file)
+    write_json(link, what="x", tables=[], figures={}, command="a command")
+    assert link.is_symlink()
+    assert json.loads(file.read_text())["command"] == "a command"
+    assert sorted(tmp_path.iterdir()) == [link, file]
+    write_json("/dev/null", what="x", tables=[], figures={})
+    assert Path("/dev/null").is_char_device()
