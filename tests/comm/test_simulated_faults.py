@@ -280,13 +280,14 @@ def _interrupted_twice(rank: int) -> None:
     group = gpu.group(copy_engine_max_bytes=SLOT)
     channel = group._channel
     assert channel is not None
-    seen: tuple[type[Exception], ...] = (CollectiveAbortedError,)
-    words = "rank 0 was interrupted twice"
-    for k, x in enumerate([torch.ones(9), torch.ones(9, dtype=torch.int64)]):
+    twice = CollectiveAbortedError, "rank 0 was interrupted twice"
+    # Where the other rank is in a call of another kind, who comes first finds the failure: so the rank `late` waits.
+    other = torch.ones(9, dtype=torch.int64)
+    first, second = "rank 0 calls all_reduce float32 36 B, copy_engine", "rank 1 calls all_reduce int64 72 B, torch"
+    differs = CollectiveMismatchError, f"{first}, {second}|{second}, {first}"
+    rounds = [(torch.ones(9), None, twice), (other, 1, twice), (other, 0, differs)]
+    for k, (x, late, (error, words)) in enumerate(rounds):
         _works(gpu, group, k)
-        if k == 1:
-            # Rank 1 may come to its call, another one, before rank 0 comes to its next.
-            seen, words = (*seen, CollectiveMismatchError), f"{words}|rank 0 calls all_reduce float32"
         dist.barrier()
         if rank == 0:
             whole, channel.interrupted = channel.interrupted, _interrupt  # type: ignore[method-assign]
@@ -295,7 +296,9 @@ def _interrupted_twice(rank: int) -> None:
                 group.all_reduce(torch.ones(9))
             channel.interrupted = whole  # type: ignore[method-assign]
             gpu.fails = lambda name: False
-        with gpu.computing(), pytest.raises(seen, match=words):
+        while rank == late and not group.failed:
+            time.sleep(0.001)
+        with gpu.computing(), pytest.raises(error, match=words):
             _call_until_it_fails(group, x)
         torch.cuda.synchronize()
         group.reset()
