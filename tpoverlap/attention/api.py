@@ -296,7 +296,7 @@ def paged_decode(
 
 
 def _lse_of(q: torch.Tensor) -> torch.Tensor:
-    """As ``q.new_empty(q.shape[:2], dtype=torch.float32)``, in half the host time: a short decode waits for the host."""
+    """As ``q.new_empty(q.shape[:2], dtype=torch.float32)`` in half the host time, which a short decode waits for."""
     tokens, heads, _ = q.shape
     return torch.empty_strided((tokens, heads), (heads, 1), dtype=torch.float32, device=q.device)
 
